@@ -8,7 +8,9 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 from cachetools import LRUCache
+from numpy.typing import NDArray
 
 from blend.checked import checked_states, may_blend
 from blend.chunks.correction import StoredCorrections
@@ -38,11 +40,17 @@ NewCache = Callable[[int], "BlendedCache"]
 class MovedRows(NamedTuple):
     """Rows of an earlier prompt, of which a prompt's `MOVED` places are parts; None without such places.
 
-    edited: tokens that one of the two prompts has in front of moved rows and the other lacks, for each moved row.
+    Attributes:
+        cache: the rows.
+        edited: tokens that one of the two prompts has in front of moved rows and the other lacks, for each moved row.
+        sound: which rows of `cache` may be used, bool `[rows]`; the others are computed. No more of them is then recomputed.
+            None: all, and a share of them is recomputed, by `edited`.
+
     """
 
     cache: ChunkCache | None = None
     edited: float = 0.0
+    sound: NDArray[np.bool_] | None = None
 
 
 NOTHING_MOVED = MovedRows()

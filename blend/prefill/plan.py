@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from blend.prefill.inputs import MovedRows
 from blend.select import All, Nothing, Selector
 from blend.types import PlaceOrigin, PromptLayout
 
@@ -81,7 +82,7 @@ def make_plan(
     known: int,
     leads: Sequence[int] | None,
     judged: bool,
-    edited: float,
+    moved: MovedRows,
 ) -> Plan:
     """Sort the rows by the caches that they have, and turn a share of the stored rows into a budget.
 
@@ -95,12 +96,12 @@ def make_plan(
         known: rows of the prefix with known KV.
         leads: how many first rows of each place's chunk recurrent layers always compute; they count against the budget.
         judged: whether a judge chooses the ratio later; else a budget of nothing, or of everything, needs no selector.
-        edited: see `MovedRows`; the more, the more of the moved rows are recomputed, up to `ratio`.
+        moved: the rows of `MOVED` places.
     """
     bounds = np.array(layout.bounds, np.int64)
     lengths = np.diff(bounds)
     rows = np.arange(bounds[0], bounds[-1])
-    has_cache, moved_rows = _cached(layout, np.repeat(np.array(hits, bool), lengths))
+    has_cache, moved_rows = _cached(layout, np.repeat(np.array(hits, bool), lengths), moved.sound)
     stored = rows[has_cache]
     lead_stops = bounds[:-1] + np.array(leads or 0, np.int64)
     is_lead = (rows < np.repeat(lead_stops, lengths))[has_cache]
@@ -108,7 +109,7 @@ def make_plan(
     required = np.sort(np.concatenate((rows[~has_cache], lead_rows, np.arange(bounds[-1], layout.rows))), kind="stable")
     exact_until = bounds[1] if first_exact and hits and hits[0] else 0
     stale = stored[stored >= exact_until]
-    budget = len(stored) if isinstance(selector, All) else _budget(len(stored), moved_rows, ratio, edited)
+    budget = len(stored) if isinstance(selector, All) else _budget(len(stored), moved_rows, ratio, moved)
     if budget == len(stored):
         candidates = stored[~is_lead]
         selector = All()
@@ -131,8 +132,15 @@ def make_plan(
     )
 
 
-def _cached(layout: PromptLayout, has_cache: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], int]:
-    """Which rows of the places take KV from a cache, seams not; and how many of them are moved. has_cache: of their places."""
+def _cached(
+    layout: PromptLayout,
+    has_cache: NDArray[np.bool_],
+    sound: NDArray[np.bool_] | None,
+) -> tuple[NDArray[np.bool_], int]:
+    """Which rows of the places take KV from a cache, seams not; and how many of them are moved.
+
+    has_cache: of their places. sound: see `MovedRows`.
+    """
     if PlaceOrigin.MOVED not in [place.origin for place in layout.places]:
         return has_cache, 0
     moved = np.zeros_like(has_cache)
@@ -144,6 +152,8 @@ def _cached(layout: PromptLayout, has_cache: NDArray[np.bool_]) -> tuple[NDArray
         start = span.start - layout.context.start
         stop = start + span.length
         moved[start:stop] = True
+        if sound is not None:
+            has_cache[start:stop] &= sound[place.first : place.first + span.length]
         if place.first != reached:
             has_cache[start : min(start + SEAM, stop)] = False
         reached = place.first + span.length
@@ -154,10 +164,10 @@ def _budget(
     stored: int,
     moved: int,
     ratio: float,
-    edited: float,
+    rows: MovedRows,
 ) -> int:
-    """How many of the stored rows to recompute. moved: how many of them are moved. edited: see `MovedRows`."""
-    moved_ratio = min(ratio, max(MOVED_RATIO, PER_EDITED * edited))
+    """How many of the stored rows to recompute. moved: how many of them are of `rows`."""
+    moved_ratio = min(ratio, max(MOVED_RATIO, PER_EDITED * rows.edited)) if rows.sound is None else 0.0
     return round(ratio * (stored - moved) + moved_ratio * moved)
 
 

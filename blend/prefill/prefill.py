@@ -188,7 +188,7 @@ class Prefill:
             known=self.prompt.beginning.tokens,
             leads=self.opened.lead_lengths() if self._decoder.recurrent else None,
             judged=self.judge is not None,
-            edited=self.prompt.moved.edited,
+            moved=self.prompt.moved,
         )
         self.assembly = Assembly(
             self._decoder,

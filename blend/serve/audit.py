@@ -20,6 +20,7 @@ from blend.serve.events import (
     EngineFailedError,
     Event,
     Failed,
+    Figures,
     Finished,
     OnEvent,
     Output,
@@ -35,7 +36,8 @@ from blend.types import common_length
 AUDITED_TOKENS = 32  # of an answer
 ALTERNATIVES = 20  # likely tokens by which distributions are compared
 Submit = Callable[[Prompt, OnEvent], None]
-OnFlip = Callable[[Prompt], None]
+OnFlip = Callable[[Prompt, Figures], None]
+"""Called with a prompt of which full recompute gives another answer, and with what it cost."""
 
 
 def recomputed(prompt: Prompt, answer: Sequence[int]) -> Prompt:
@@ -113,8 +115,8 @@ def verified(
         full = _Answer()
 
         def finish(check: Check) -> None:
-            if check.verified is False:
-                on_flip(prompt)
+            if check.verified is False and answer.started is not None:
+                on_flip(prompt, answer.started.figures)
             send(event._replace(last=True, check=check._replace(seconds=time.monotonic() - begun)))
 
         def take_full(event: Event) -> None:
@@ -149,10 +151,14 @@ def _is_whole(end: Finished) -> bool:
 
 @dataclass
 class _Sample:
-    """An answer to audit: blended anew with the answer as draft, then in full. Both list likely tokens."""
+    """An answer to audit: blended anew with the answer as draft, then in full. Both list likely tokens.
+
+    An answer from moved rows is not blended anew: what was served is compared with full recompute's answer, without a KL.
+    """
 
     prompt: Prompt
     answer: tuple[int, ...]
+    served: Figures
     blended: tuple[Token, ...] = ()
     quality: Mapping[str, float | None] | None = None
 
@@ -168,7 +174,7 @@ class _Sample:
             corpus=self.prompt.corpus,
             tokens=len(self.answer),
             flipped=common < len(self.answer),
-            kl=sum(kl) / max(1, len(kl)),
+            kl=sum(kl) / len(kl) if kl else None,
             quality=self.quality,
         )
 
@@ -193,7 +199,7 @@ class Auditor:
         self,
         share: float,
         on_audit: Callable[[Audit], None],
-        on_flip: OnFlip = lambda prompt: None,
+        on_flip: OnFlip = lambda prompt, figures: None,
         most: int = 64,
     ) -> None:
         self.share = share
@@ -213,7 +219,8 @@ class Auditor:
             answer.take(event)
             on_event(event)
             if isinstance(event, Finished) and event.last and _is_whole(event) and answer.blended:
-                self._add(_Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS])))
+                assert answer.started is not None
+                self._add(_Sample(prompt, tuple(answer.ids[:AUDITED_TOKENS]), answer.started.figures))
 
         return watch
 
@@ -232,7 +239,7 @@ class Auditor:
             logprobs=ALTERNATIVES,
             n=1,
         )
-        full_because = ASKED_FOR if sample.blended else ""
+        full_because = ASKED_FOR if sample.blended or sample.served.rows_moved else ""
         prompt = replace(prompt, request=request, sampling=sampling, full_because=full_because)
         answer = _Answer()
 
@@ -252,12 +259,12 @@ class Auditor:
     ) -> None:
         if not whole:
             self._add(sample)  # interrupted: later again
-        elif sample.blended:
+        elif sample.blended or not answer.blended:  # full recompute
             audit = sample.audited(answer.tokens)
             if audit.flipped:
-                self._on_flip(sample.prompt)
+                self._on_flip(sample.prompt, sample.served)
             self._on_audit(audit)
-        elif answer.started is not None and answer.blended:  # its caches are still there
+        elif answer.started is not None:
             quality = answer.started.figures.quality
             self._add(replace(sample, blended=tuple(answer.tokens), quality=quality))
 

@@ -15,6 +15,7 @@ from blend.serve.request import Method, ToolCall
 
 if TYPE_CHECKING:
     from blend.intervals import Judged
+    from blend.types import Span
 
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY = "in memory already"
@@ -54,6 +55,7 @@ class Figures(NamedTuple):
         rows_reused: rows from the prefix cache.
         rows_inexact: how many of them an earlier turn blended, counted from the first such row on.
         rows_moved: rows behind them whose text is an earlier prompt's; some of these are computed.
+        edits: how text behind an edit of an earlier prompt was answered for, see `Request`; "" without such an edit.
         hits, chunks: stored chunks found and looked for.
         bytes_loaded: bytes of KV read.
         missing: caches that the store should have had; a chunk may still hit with its other cache.
@@ -76,6 +78,7 @@ class Figures(NamedTuple):
     rows_reused: int = 0
     rows_inexact: int = 0
     rows_moved: int = 0
+    edits: str = ""
     hits: int = 0
     chunks: int = 0
     bytes_loaded: int = 0
@@ -113,6 +116,7 @@ class Started(NamedTuple):
         problems: one line for each damaged entry of the store.
         sources: added by the service.
         answer: index of the first answer to the prompt.
+        edited: text of an earlier prompt that was computed, because an edit in front of it may have changed it.
 
     """
 
@@ -122,6 +126,7 @@ class Started(NamedTuple):
     problems: tuple[str, ...] = ()
     sources: tuple[Source, ...] = ()
     answer: int = 0
+    edited: tuple[Span, ...] = ()
 
 
 class TopToken(NamedTuple):
@@ -208,7 +213,8 @@ class Audit(NamedTuple):
         tokens: number of compared tokens.
         flipped: whether full recompute's answer differs within them.
         kl: mean KL of blended to full next-token distributions along the common tokens, in nats. It compares the likeliest
-            tokens, and the rest together: a lower bound of the KL over all tokens, and close to it.
+            tokens, and the rest together: a lower bound of the KL over all tokens, and close to it. None for an answer that
+            is not blended anew.
         quality: the fields of `blend.quality.Estimate`, if a quality was asked for and the corpus has estimates.
         promise: of this corpus, this audit included; None if no quality was asked for.
 
@@ -218,7 +224,7 @@ class Audit(NamedTuple):
     corpus: str
     tokens: int
     flipped: bool
-    kl: float
+    kl: float | None
     quality: Mapping[str, float | None] | None = None
     promise: Promise | None = None
 

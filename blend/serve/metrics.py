@@ -186,7 +186,8 @@ class Metrics(Collector):
         """An answer was audited."""
         self._counters["audited_answers"].inc()
         self._counters["audit_flips"].inc(audit.flipped)
-        self._histograms["audit_kl"].observe(audit.kl)
+        if audit.kl is not None:
+            self._histograms["audit_kl"].observe(audit.kl)
         if audit.promise is None:
             return
         corpus = (audit.tenant, audit.corpus)

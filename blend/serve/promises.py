@@ -26,7 +26,7 @@ class Promises:
 
     def judged(self, audit: Audit) -> Audit:
         """The audit with its corpus's promise, this audit included."""
-        if audit.quality is None:
+        if audit.quality is None or audit.kl is None:
             return audit
         corpus = audit.tenant, audit.corpus
         audits = self._audits.setdefault(corpus, deque(maxlen=_JUDGED_AUDITS))
@@ -52,7 +52,7 @@ def promise_of(audits: Sequence[Audit]) -> Promise:
             if audit.quality is not None and (target := audit.quality[field]):
                 groups[target].append(audit)
         for target, group in groups.items():
-            comparison = compare(ComparedAnswer(audit.flipped, audit.kl) for audit in group)
+            comparison = compare(ComparedAnswer(audit.flipped, audit.kl) for audit in group if audit.kl is not None)
             judged[name].append(comparison.judged(Quality(**{name: target}))[name])
     kept = all(figure.decision != "broken" for figures in judged.values() for figure in figures)
     return Promise({name: max(figures, key=_excess) for name, figures in judged.items()}, kept)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from blend.types import Span
 
 Word = Literal["new", "edited", "too short", "evicted", "another model", "refused"]
 NEW: Word = "new"
 """No prompt brought it before, or its cache is still to be computed."""
 EDITED: Word = "edited"
-"""It stands in known text that begins otherwise, or goes on otherwise."""
+"""It stands in known text that begins otherwise, or goes on otherwise; or behind an edit, and its rows may depend on that."""
 TOO_SHORT: Word = "too short"
 """It is too short to be learned, or to save time."""
 EVICTED: Word = "evicted"
@@ -34,6 +37,22 @@ class PartsTokens(NamedTuple):
 
     reason: Word
     tokens: int
+
+
+def with_edited(parts: Iterable[ComputedPart], edited: Sequence[Span]) -> Iterator[ComputedPart]:
+    """The parts, with text that was computed because of an edit in front of it. edited: this text; it is in order."""
+    for part in parts:
+        start = part.start
+        for span in edited:
+            if span.stop <= start or span.start >= part.stop:
+                continue
+            if span.start > start:
+                yield part._replace(start=start, stop=span.start)
+            start = span.stop
+        if start < part.stop:
+            yield part._replace(start=start)
+    for span in edited:
+        yield ComputedPart(*span, EDITED)
 
 
 def tokens_by_reason(parts: Iterable[ComputedPart], reused: int) -> tuple[PartsTokens, ...]:

@@ -13,6 +13,7 @@ from blend.sampling import Sampling
 
 Role = Literal["system", "user", "assistant", "tool"]
 Method = Literal["blend", "full"]
+Edits = Literal["exact", "checked", "fast"]
 
 
 class FieldError(PromptError):
@@ -118,6 +119,8 @@ class Request:
         stop: texts that end the answer and are not part of it.
         method: "full" computes everything.
         cold: neither use nor fill the prefix cache.
+        edits: rows of text behind an edit: "exact" computes them, "checked" moves those that edits before have shown to be
+            independent of what changes, "fast" moves all and computes few.
         priority: smaller first.
         deadline_s: seconds from arrival in which the first token must come.
         quality: mean KL that the prompt may have; None: the server's own.
@@ -144,6 +147,7 @@ class Request:
     stop: tuple[str, ...] = ()
     method: Method = "blend"
     cold: bool = False
+    edits: Edits = "checked"
     priority: int = 0
     deadline_s: float | None = None
     quality: float | None = None

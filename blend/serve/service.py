@@ -35,6 +35,7 @@ from blend.serve.request import Request
 if TYPE_CHECKING:
     from blend.rag import Rag
     from blend.serve.engine.scheduler import EmbeddedEngine
+    from blend.serve.events import Figures
     from blend.store import ChunkStore
 
 STAND_BY_EVERY_S = 5.0  # how often to look for corpora that other servers began
@@ -97,7 +98,7 @@ class Service:
         self._calibrating = False
         self._doubted: deque[Prompt] = deque(maxlen=_MOST_DOUBTED)
         promises = Promises()
-        self._audits = Auditor(audit, lambda audit: on_audit(promises.judged(audit)), self._doubted.append)
+        self._audits = Auditor(audit, lambda audit: on_audit(promises.judged(audit)), self._doubt)
         self._stand_by_at = 0.0
         self._idle = IdleWork(engine, self._next_audit, self._look_around)
         self.corrector = LearnedTextCorrector(self._learning, partial(self._calibrate, provisional=True))
@@ -237,6 +238,12 @@ class Service:
             with suppress(StoreError):  # it stays during an outage
                 self.tenant(prompt.request.tenant).drop_learned(prompt.layout, prompt.request.user)
 
+    def _doubt(self, prompt: Prompt, figures: Figures) -> None:
+        """Full recompute gave another answer: trust neither the prompt's learned text nor rows that moved."""
+        self._doubted.append(prompt)
+        if figures.rows_moved or figures.rows_inexact:
+            self.engine.doubt(prompt.request.tenant, prompt.author)
+
     def _next_audit(self) -> tuple[Prompt, OnEvent] | None:
         """The next audit, if nothing else is done in idle time."""
         return None if self._calibrating else self._audits.next()
@@ -271,6 +278,7 @@ class Service:
         """
         key = Request(user=user, session=session).users_session
         rows = self.engine.prefixes.forget(tenant, key)
+        self.engine.histories.forget(tenant, key)
         return self.tenant(tenant).end_session(user, session), rows
 
     def compile(self, prompt: Prompt) -> Prompt:
@@ -285,7 +293,7 @@ class Service:
         """Hand a prompt with its grammar to the engine; see `submit`."""
         self._idle.interrupt()
         if prompt.request.verify:
-            on_event = verified(self._take, prompt, on_event, self._doubted.append)
+            on_event = verified(self._take, prompt, on_event, self._doubt)
         self._take(prompt, self._audits.watched(prompt, on_event))
 
     def _take(self, prompt: Prompt, on_event: OnEvent) -> None:

@@ -1,4 +1,4 @@
-"""A turn that edits an earlier prompt takes its rows from there, wherever its text now stands; nobody else's prompt does."""
+"""A turn that edits an earlier prompt: what stands behind the edit is computed, unless it was shown not to depend on it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,14 +8,15 @@ import pytest
 from engines import FEW, Answer
 from rooms import put, serving, settled
 
-from blend.serve.engine import prefill
+from blend.serve.engine import histories
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
 
 STORY = "The clerk of the lock counts the boats every day, and writes down who rowed them. "
 HISTORY = "".join(f"Day {day}: {STORY}Boat {7 * day} came last.\n" for day in range(24))
-CLOCK = "It is {} o'clock, and the lock is {}.\n"
+CLOCK = "The lock is open. It is {} o'clock, says the clerk of the lock, and boats may come.\n"
 QUESTION = "Which boat came last on day 9?"
+MOVING = {"edits": "fast"}
 
 
 @pytest.fixture
@@ -24,50 +25,116 @@ def service(tmp_path: Path, model: Path) -> Iterator[Service]:
         yield service
 
 
-def turn(service: Service, hour: str, more: tuple[Message, ...] = (), **fields: Any) -> Answer:
+def turn(service: Service, hour: str, more: tuple[Message, ...] = (), history: str = HISTORY, **fields: Any) -> Answer:
     """A turn whose header changes; more: messages behind it."""
-    said = (Message("system", CLOCK.format(hour, "open") + HISTORY), Message("user", QUESTION), *more)
+    said = (Message("system", CLOCK.format(hour) + history), Message("user", QUESTION), *more)
     answer = put(service, Request(said, **{"sampling": FEW, "user": "ann", **fields}))
     settled(service)
     return answer
 
 
-def test_a_changed_header_moves_the_text_behind_it(service: Service) -> None:
-    first = turn(service, "nine").figures
-    assert first.rows_moved == 0
-    later = turn(service, "half past seventeen")
-    figures = later.figures
-    assert figures.rows_moved > 0.8 * figures.rows
-    assert figures.rows_computed < 0.2 * figures.rows
-    assert (figures.method, figures.reason) == ("blend", "")
-    assert figures.bytes_loaded == 0
-    full = turn(service, "half past seventeen", method="full", cold=True)
-    assert later.tokens == full.tokens
-    # Moved rows move on.
-    assert turn(service, "ten").figures.rows_moved > 0.8 * figures.rows
+def edited(answer: Answer) -> int:
+    """Tokens that were computed because of an edit."""
+    return sum(part.tokens for part in answer.figures.not_reused if part.reason == "edited")
+
+
+@pytest.mark.parametrize("hours", [("nine", "ten", "eleven"), ("9", "ten", "11")])
+def test_behind_words_that_change_everything_is_computed(service: Service, hours: tuple[str, ...]) -> None:
+    turn(service, hours[0])
+    for hour in hours[1:]:
+        answer = turn(service, hour)
+        figures = answer.figures
+        assert (figures.method, figures.reason, figures.edits, figures.rows_moved) == ("full", "edited", "exact", 0)
+        assert edited(answer) > 0.8 * figures.rows
+        assert answer.tokens == turn(service, hour, method="full", cold=True).tokens
+
+
+def test_behind_numbers_that_change_again_rows_move_that_were_the_same_before(service: Service) -> None:
+    turn(service, "309")
+    assert turn(service, "311").figures.edits == "exact"
+    for hour in ("314", "329"):
+        answer = turn(service, hour)
+        figures = answer.figures
+        assert (figures.method, figures.reason, figures.edits) == ("blend", "", "checked")
+        assert figures.rows_moved > 0.8 * figures.rows
+        assert figures.rows_computed < 0.4 * figures.rows
+        assert figures.bytes_loaded == 0
+        assert answer.tokens == turn(service, hour, method="full", cold=True).tokens
+    # A number in another place did not change before.
+    assert turn(service, "329", history=HISTORY.replace("Day 1:", "Day 40:")).figures.edits == "exact"
+
+
+def test_lines_that_hold_the_number_are_computed(service: Service) -> None:
+    half = HISTORY[: len(HISTORY) // 2]
+    history = f"{half}\nAt 314 the bell rings, and nobody rows.\n{half}"
+    for hour in ("309", "311"):
+        turn(service, hour, history=history)
+    answer = turn(service, "314", history=history, trace=True)
+    assert answer.figures.edits == "checked"
+    tokens = answer.started.trace
+    text = "".join(token.text for token in tokens)
+    assert text.count("At 314 the bell rings") == 1
+    begin = text.index("314 the bell")
+    at = 0
+    for token in tokens:
+        if begin <= at < begin + len("314 the bell rings, and nobody"):
+            assert token.recomputed, token
+        at += len(token.text)
+
+
+def test_new_text_is_compared_in_idle_time_and_moves_too(service: Service) -> None:
+    said = (Message("assistant", "Boat 63."), Message("user", STORY * 6))
+    turn(service, "309")
+    turn(service, "311", said)
+    figures = turn(service, "314", said).figures
+    assert figures.edits == "checked"
+    assert figures.rows_computed < 0.4 * figures.rows
+    alone = turn(service, "329").figures
+    assert figures.rows_computed < alone.rows_computed + 100
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         *({"user": "bob"}, {"user": ""}, {"user": "ann", "session": "s"}, {"tenant": "beta"}),
-        *({"quality": 0.01}, {"method": "full"}, {"cold": True}),
+        *({"quality": 0.01}, {"method": "full"}, {"cold": True}, {"edits": "exact"}),
     ],
 )
 def test_nobody_elses_prompt_takes_these_rows_nor_one_that_asks_for_more(service: Service, fields: Any) -> None:
+    turn(service, "309", **MOVING)
+    assert turn(service, "311", **{**MOVING, **fields}).figures.rows_moved == 0
+
+
+def test_fast_moves_all_at_once_and_shows_nothing(service: Service) -> None:
     turn(service, "nine")
-    assert turn(service, "ten", **fields).figures.rows_moved == 0
+    figures = turn(service, "half past seventeen", **MOVING).figures
+    assert figures.edits == "fast"
+    assert figures.rows_moved > 0.8 * figures.rows
+    assert figures.rows_computed < 0.2 * figures.rows
+    # Moved rows move on; by default they do not.
+    assert turn(service, "ten", **MOVING).figures.rows_moved > 0.8 * figures.rows
+    assert turn(service, "eleven").figures.edits == "exact"
 
 
 def test_a_turn_that_goes_on_looks_for_nothing(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     said = Message("assistant", turn(service, "nine").text)
-    monkeypatch.setattr(prefill, "moved", lambda *_: pytest.fail("it was searched"))
+    monkeypatch.setattr(histories, "edit_of", lambda *_: pytest.fail("it was searched"))
     figures = turn(service, "nine", more=(said, Message("user", "And on day 10?"))).figures
     assert figures.rows_reused > 0.8 * figures.rows
 
 
 def test_rows_of_a_deleted_session_are_gone(service: Service) -> None:
     turn(service, "nine", session="mill")
-    assert turn(service, "ten", session="mill").figures.rows_moved > 0
+    assert turn(service, "ten", session="mill", **MOVING).figures.rows_moved > 0
     service.end_session("", "ann", "mill")
-    assert turn(service, "eleven", session="mill").figures.rows_moved == 0
+    assert turn(service, "eleven", session="mill", **MOVING).figures.rows_moved == 0
+
+
+def test_where_full_prefill_answers_otherwise_nothing_moves_until_a_prompt_was_exact(service: Service) -> None:
+    for hour in ("309", "311", "314"):
+        answer = turn(service, hour)
+    assert answer.figures.edits == "checked"
+    service.engine.doubt("", "ann")
+    assert turn(service, "329", **MOVING).figures.edits == "exact"
+    assert turn(service, "331").figures.edits == "exact"  # it is compared anew
+    assert turn(service, "334").figures.edits == "checked"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from blend.checked import UNCHECKED
@@ -14,19 +15,24 @@ from blend.model.passes import Resume, Steps
 from blend.prefill.inputs import NOTHING_MOVED, MovedRows
 from blend.quality import Estimate, Quality
 from blend.serve.engine.background import FindMissing, Stepper
-from blend.serve.engine.moved import moved
+from blend.serve.engine.comparison import Comparison
+from blend.serve.engine.edits import Evidence, shown, value_changes
 from blend.serve.engine.savings import exact_anyway, is_blendable, reason_against
 from blend.serve.events import BLENDED_BEFORE, COLD, IN_MEMORY, ONLY_PARTS, Figures, Started, TokenPart, TracedToken
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.prompt import ASKED_FOR, Prompt
+from blend.serve.reasons import EDITED
 from blend.types import PlaceOrigin, Stopwatch
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
+    from blend.model.cache import BlendedCache
     from blend.prefill.blender import Blend, Blender
     from blend.serve.engine.background import IOPool
-    from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
-    from blend.types import CacheKey, ChunkCache, PromptLayout
+    from blend.serve.engine.histories import FoundEdit, Histories
+    from blend.serve.engine.prefixes import CachedPrefix, Conversation, PrefixCache
+    from blend.serve.request import Edits
+    from blend.types import CacheKey, ChunkCache, PromptLayout, Span
 
 _NOT_PROMISED = "no quality is promised: an earlier turn was blended without an estimate"
 
@@ -40,6 +46,7 @@ class PromptPrefill(Stepper["Blend"]):
 
     Args:
         prefixes: finds the prompt's beginning.
+        histories: finds the prompt that this one edits.
         io: pool for calls that may wait for the store.
         submitted: when the engine got the prompt, by `time.monotonic`.
         least_gain: see `reason_against`.
@@ -56,6 +63,7 @@ class PromptPrefill(Stepper["Blend"]):
         prompt: Prompt,
         blender: Blender,
         prefixes: PrefixCache,
+        histories: Histories,
         io: IOPool,
         *,
         submitted: float,
@@ -64,6 +72,8 @@ class PromptPrefill(Stepper["Blend"]):
         super().__init__(self._prefilling(), io)
         self._prompt = prompt
         self._blender = blender
+        self._prefixes = prefixes
+        self._histories = histories
         self._watch = Stopwatch(blender.decoder.device)
         self._submitted = submitted
         self._waited_s = time.monotonic() - submitted
@@ -90,7 +100,13 @@ class PromptPrefill(Stepper["Blend"]):
             self._reused = layout.shared_prefix_rows
         behind = layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
         self._layout = behind.composable() if self._recurrent else behind  # the reused rows are its prefix
-        self._moved = self._move(prefixes) if self._may_move else NOTHING_MOVED
+        self._edit: FoundEdit | None = None
+        self._edits: Edits | None = None  # how its text behind the edits is answered for
+        self._moved = NOTHING_MOVED
+        if self._may_move:
+            self._edit = histories.edit(prompt, self._layout)
+        if self._edit is not None:
+            self._follow(self._edit)
 
     def restart(self, error: Exception) -> None:
         """Begin anew after a shared pass failed, once: selectors cannot forget. Raises `error` if that is in vain."""
@@ -113,23 +129,32 @@ class PromptPrefill(Stepper["Blend"]):
 
     @property
     def _may_move(self) -> bool:
-        """Whether rows of earlier prompts may move: no quality is promised for them, and a recurrent state does not move."""
+        """Whether it may take an earlier prompt's rows: they promise no quality, and a recurrent state does not move."""
         prompt = self._prompt
         return not (prompt.full_because or prompt.request.cold or self.quality.asked or self._recurrent)
 
-    def _move(self, prefixes: PrefixCache) -> MovedRows:
-        """Take places out of the latest prompt of the end user that holds enough of this one."""
-        ids = self._prompt.layout.token_ids
-        for earlier in prefixes.latest(self._prompt.request.tenant, self._prompt.author):
-            goes_on = len(earlier.prompt) < len(ids) and ids[: len(earlier.prompt)] == earlier.prompt
-            if goes_on or not self._layout.places:
-                break  # all behind the reused rows is new
-            prompt = moved(self._layout, earlier.ids)
-            rows = prefixes.rows_of(earlier, prompt.begin, prompt.end) if prompt is not None else None
-            if prompt is not None and rows is not None:
-                self._layout = prompt.layout
-                return MovedRows(rows, prompt.edited)
-        return NOTHING_MOVED
+    def _follow(self, found: FoundEdit) -> None:
+        """Lay out the prompt behind its edits: with rows of the earlier prompt, or with all that read the edits computed."""
+        edit = found.edit
+        request = self._prompt.request
+        is_doubted = self._histories.is_doubted(request.tenant, self._prompt.author)
+        rows = None
+        if request.edits != "exact" and not is_doubted:
+            rows = self._prefixes.rows_of(found.earlier.conversation, edit.begin, edit.end)
+        self._edits = "exact"
+        self._layout = edit.computed()
+        if rows is None:
+            return
+        if request.edits == "fast":
+            self._edits = "fast"
+            self._layout = edit.moved()
+            self._moved = MovedRows(rows, edit.edited)
+        elif found.earlier.evidence is not None:
+            sound = edit.sound(found.earlier.evidence, self._histories.spell)
+            if sound is not None:
+                self._edits = "checked"
+                self._layout = edit.proven()
+                self._moved = MovedRows(rows, sound=sound)
 
     def _prefilling(self) -> Steps[Blend]:
         """Decide whether to blend, then load, select and compute."""
@@ -170,6 +195,8 @@ class PromptPrefill(Stepper["Blend"]):
         layout = self._prompt.layout
         if is_blendable(self._layout):
             return "" if self._blender.trusted else UNCHECKED
+        if self._edits is not None:
+            return EDITED
         if self._inexact:
             return BLENDED_BEFORE
         if self._recurrent and is_blendable(layout) and not is_blendable(layout.composable()):
@@ -213,7 +240,8 @@ class PromptPrefill(Stepper["Blend"]):
             rows_computed=blend.rows_recomputed,
             rows_reused=self._reused,
             rows_inexact=self._inexact,
-            rows_moved=sum(len(place.tokens) for place in blend.layout.places if place.origin is PlaceOrigin.MOVED),
+            rows_moved=self._rows_moved,
+            edits=self._edits or "",
             hits=sum(hits),
             chunks=len(hits),
             bytes_loaded=blend.bytes_loaded,
@@ -225,7 +253,51 @@ class PromptPrefill(Stepper["Blend"]):
             quality=estimate.document if estimate else None,
         )
         trace = _traced(layout, blend) if request.trace else ()
-        return Started(figures, hits, trace, (*blend.problems, *blend.artifact_problems))
+        return Started(
+            figures,
+            hits,
+            trace,
+            (*blend.problems, *blend.artifact_problems),
+            edited=self._computed_anew,
+        )
+
+    @property
+    def _rows_moved(self) -> int:
+        return sum(len(place.tokens) for place in self.blend.layout.places if place.origin is PlaceOrigin.MOVED)
+
+    @property
+    def _computed_anew(self) -> tuple[Span, ...]:
+        """Text of the earlier prompt that was computed, because it may have read what the edit took out."""
+        if self._edit is None or self._rows_moved:
+            return ()
+        return tuple(self._edit.edit.spans)
+
+    def comparison(self, conversation: Conversation, evidence: Evidence | None) -> Comparison | None:
+        """What to compare in idle time; None for nothing. conversation: the prompt with its answer."""
+        if self._edit is None or evidence is None:
+            return None
+        hunks = self._edit.edit.hunks(self._histories.spell)
+        before = self._edit.earlier.conversation
+        return Comparison.of(self._prompt.author, conversation, before, hunks, evidence)
+
+    def evidence(self, cache: BlendedCache, tokens: int) -> Evidence | None:
+        """What the prompt's edits have shown; None if it edits none. tokens: of the prompt and its answer, in `cache`."""
+        if self._edit is None:
+            return None
+        if self._edits == "fast":
+            return Evidence.nothing(tokens)
+        edit, earlier = self._edit
+        computed = np.zeros(self.blend.layout.rows, np.bool_)
+        computed[self.blend.selection.rows.cpu().numpy()] = True
+        changes = np.full(len(computed), np.nan, np.float32)
+        rows = self._prefixes.rows_of(earlier.conversation, edit.begin, edit.end)
+        source = edit.in_order
+        compared = np.flatnonzero(computed & (source >= edit.begin) & (source < edit.end))
+        if rows is not None and len(compared):
+            there = source[compared] - edit.begin
+            changes[compared] = value_changes(cache, rows, compared, there, self._blender.decoder.rotations)
+        known = earlier.evidence if self._rows_moved else None
+        return shown(edit, known, computed, changes, tokens, self._histories.spell)
 
     def find_missing(self) -> FindMissing | None:
         """How to learn the new text, and to find the caches that were missing; None if there is nothing to do."""

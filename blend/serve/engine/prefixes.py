@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from cachetools import LRUCache
 
 from blend.model import cpu
 from blend.quality import NOTHING_ASKED, Estimate, Quality
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
 
 Tokens = tuple[int, ...]
-_MOST_TOKENS = 1 << 20  # of the latest prompts that are known
-_LATEST = 4  # prompts of an author
 _MOST_SESSIONS = 16  # of a beginning; rows of more than that stay when these sessions end
 
 
@@ -102,7 +99,6 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._trees: dict[str, dict[int, _Entry]] = {}  # the children of each owner's root
         self._conversations: dict[Conversation, _Entry] = {}
-        self._latest: LRUCache[tuple[str, str], tuple[Conversation, ...]] = LRUCache(_MOST_TOKENS, _tokens_of)
         self._recent: OrderedDict[_Entry, None] = OrderedDict()  # least recently used first, children before parents
         self._recurrent = False  # whether rows come with states, behind which alone a prompt can go on
 
@@ -127,24 +123,6 @@ class PrefixCache:
             if not path:
                 return None
             return CachedPrefix(_joined([node.cache.rows(0, count) for node, count in path]), exact)
-
-    def note(
-        self,
-        owner: str,
-        author: str,
-        prompt: Tokens,
-        answer: Tokens,
-    ) -> None:
-        """Note that an author's prompt with its answer was kept. author: "" for unknown ones."""
-        if author:
-            with self._lock:
-                before = [earlier for earlier in self._latest.get((owner, author), ()) if earlier.prompt != prompt]
-                self._latest[owner, author] = (Conversation(owner, prompt, answer), *before[: _LATEST - 1])
-
-    def latest(self, owner: str, author: str) -> tuple[Conversation, ...]:
-        """An author's latest prompts, the latest first; their rows may be gone."""
-        with self._lock:
-            return self._latest.get((owner, author), ())
 
     def rows_of(
         self,
@@ -227,11 +205,16 @@ class PrefixCache:
             self._add(_Entry(owner, self._conversations, key, key.ids, rows, _joined_by(sessions, session)))
             self._shrink()
 
+    def drop_blended(self, conversation: Conversation) -> None:
+        """Drop the rows of a blended prompt and its answer, if they are there; exact rows stay."""
+        with self._lock:
+            if (entry := self._conversations.get(conversation)) is not None:
+                self._drop(entry)
+
     def forget(self, owner: str, session: str) -> int:
         """Drop the rows that only prompts of this session left; returns their bytes."""
         with self._lock:
             before = self.nbytes
-            self._latest.pop((owner, session), None)
             for entry in [entry for entry in self._recent if entry.owner == owner and session in entry.sessions]:
                 entry.sessions -= {session}
                 if not (entry.sessions or entry.children):
@@ -314,10 +297,6 @@ class PrefixCache:
         del self._recent[entry]
         del entry.siblings[entry.key]
         self.nbytes -= entry.cache.nbytes
-
-
-def _tokens_of(prompts: Sequence[Conversation]) -> int:
-    return sum(len(conversation.prompt) + len(conversation.answer) for conversation in prompts)
 
 
 def _joined_by(sessions: frozenset[str], session: str) -> frozenset[str]:

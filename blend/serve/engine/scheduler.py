@@ -24,6 +24,9 @@ from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.model import cpu
 from blend.model.cpu import set_threads
 from blend.serve.engine.background import TURN, TURN_AMONG_PROMPTS, EncodingQueue, IOPool, OnDone
+from blend.serve.engine.comparison import ComparisonQueue
+from blend.serve.engine.edits import Spelling
+from blend.serve.engine.histories import Histories
 from blend.serve.engine.prefixes import PrefixCache
 from blend.serve.engine.savings import LEAST_GAIN, gains_from
 from blend.serve.engine.sequence import Sequence
@@ -91,6 +94,7 @@ class EmbeddedEngine:
         self._kv_budget = kv_budget
         self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
         self.prefixes = PrefixCache(prefix_budget)
+        self.histories = Histories(Spelling(self.decoder.tokenizer))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._waiting = WaitingQueue(most_waiting)
@@ -99,6 +103,7 @@ class EmbeddedEngine:
         self._caches = IOPool("kvblend-caches", 1, self._wake)
         self._ahead = IOPool("kvblend-ahead", 1, lambda: None)
         self._encodings = EncodingQueue(self._caches, self._piece_rows)
+        self._comparisons = ComparisonQueue(self.decoder, self.prefixes, self.histories, self._piece_rows)
         self._remember = remember
         self._passes = itertools.count(1)
         self._trimmed = time.monotonic()
@@ -135,6 +140,7 @@ class EmbeddedEngine:
             prompt,
             blender,
             self.prefixes,
+            self.histories,
             next(self._numbers),
             on_event,
             least_gain=self._least_gain,
@@ -163,6 +169,11 @@ class EmbeddedEngine:
         with suppress(StoreError):  # it shows when the prompt's turn comes
             blender.library(layout.kept_behind).bring(layout)
 
+    def doubt(self, tenant: str, author: str) -> None:
+        """Full recompute gave another answer than an author's blended rows: forget them, and move none until some are exact."""
+        for earlier in self.histories.doubt(tenant, author):
+            self.prefixes.drop_blended(earlier.conversation)
+
     def require_room(self, tenant: str = "") -> None:
         """Raise `QueueFullError` if too many prompts wait, of this tenant or of all, and `EngineFailedError`."""
         with self._changed:
@@ -180,7 +191,8 @@ class EmbeddedEngine:
         with self._changed:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
-        return EngineStats(*counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions)
+        left = len(self._encodings) + len(self._comparisons)
+        return EngineStats(*counts, self.prefixes.nbytes, left, self.prefixes.evictions)
 
     def wait_idle(self, seconds: float, *, prompts_alone: bool = False) -> bool:
         """Wait until nothing is running, waiting or being computed; False if that takes longer.
@@ -189,7 +201,8 @@ class EmbeddedEngine:
         """
 
         def idle() -> bool:
-            return not (self._running or self._waiting or (self._encodings and not prompts_alone))
+            background = self._encodings or self._comparisons
+            return not (self._running or self._waiting or (background and not prompts_alone))
 
         with self._changed:
             return self._changed.wait_for(idle, seconds)
@@ -246,7 +259,7 @@ class EmbeddedEngine:
         self._trim_memory()
         self._capture_graphs()
         with self._changed:
-            if not (self._waiting or self._running or self._encodings or self._closing):
+            if not (self._waiting or self._running or self._encodings or self._comparisons or self._closing):
                 self._changed.notify_all()
                 self._changed.wait(TRIM_S)
             elif self._idle and not self._news:
@@ -289,6 +302,8 @@ class EmbeddedEngine:
         ready = prefilling is not None and not prefilling.ended and prefilling.piece is not None
         answers = [answer for sequence in live if not sequence.ended for answer in sequence.answers]
         turn = next(self._passes) % (TURN_AMONG_PROMPTS if ready else TURN) == 0
+        if not (answers or ready) and self._comparisons.ready():
+            return [self._comparisons]
         if self._encodings.ready() and (turn or not (answers or ready)):  # `ready` also advances its I/O
             # In place of the prompt's piece: the pass stays as short as the others.
             return [*answers, self._encodings]
@@ -330,6 +345,7 @@ class EmbeddedEngine:
         if answers > self._most_running or used + self._bytes(sequence) > self._kv_budget:
             return  # smaller prompts must not overtake it for ever
         self._waiting.admit(sequence)
+        self._comparisons.clear()
         self._running.append(sequence)
 
     def _release_ended(self) -> None:
@@ -340,6 +356,8 @@ class EmbeddedEngine:
                 self._running = [sequence for sequence in self._running if sequence not in ended]
                 self._changed.notify_all()
         for sequence in ended:
+            if sequence.comparison is not None and not self._running:
+                self._comparisons.add(sequence.comparison)
             sequence.release()
 
     def _capture_graphs(self) -> None:

@@ -10,8 +10,10 @@ import torch
 
 from blend.errors import StoreError
 from blend.model.passes import RowRequest
+from blend.serve.engine.comparison import Comparison
 from blend.serve.engine.decoding import Decoding
 from blend.serve.engine.prefill import PromptPrefill
+from blend.serve.engine.prefixes import Conversation
 from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.events import EndReason, Event, Failed, Finished, OnEvent
 from blend.serve.prompt import Prompt
@@ -20,6 +22,7 @@ from blend.serve.request import Request
 if TYPE_CHECKING:
     from blend.prefill.blender import Blend, Blender
     from blend.serve.engine.background import FindMissing, IOPool
+    from blend.serve.engine.histories import Histories
     from blend.serve.engine.prefixes import PrefixCache
 
 
@@ -28,6 +31,7 @@ class Sequence:
 
     Args:
         prefixes: finds the prompt's beginning, and keeps its rows for later prompts.
+        histories: finds the prompt that this one edits, and notes this one.
         number: order of arrival.
         least_gain: see `reason_against`.
 
@@ -36,6 +40,7 @@ class Sequence:
         blend: the prefilled prompt.
         piece: rows of its prefill that run next.
         answers, answers_left: answers that are being decoded, and those still to begin.
+        comparison: rows to compare in idle time, once it has ended.
 
     """
 
@@ -44,6 +49,7 @@ class Sequence:
         prompt: Prompt,
         blender: Blender,
         prefixes: PrefixCache,
+        histories: Histories,
         number: int,
         on_event: OnEvent,
         *,
@@ -57,8 +63,10 @@ class Sequence:
         self.answers: list[Decoding] = []
         self.answers_left = 0
         self.ended = False
+        self.comparison: Comparison | None = None
         self._blender = blender
         self._prefixes = prefixes
+        self._histories = histories
         self._least_gain = least_gain
         self._send = on_event
         self._submitted = time.monotonic()
@@ -102,6 +110,7 @@ class Sequence:
                 self.prompt,
                 self._blender,
                 self._prefixes,
+                self._histories,
                 io,
                 submitted=self._submitted,
                 least_gain=self._least_gain,
@@ -225,7 +234,9 @@ class Sequence:
             elif not self.request.verify:  # else the check leaves exact rows, and the next turn goes on from these
                 promise = prefill.quality, prefill.estimate
                 self._prefixes.keep_conversation(tenant, prompt, tokens, answer.cache, exact, *promise, session)
-            self._prefixes.note(tenant, self.prompt.author, prompt, tokens)
+            evidence = prefill.evidence(answer.cache, len(prompt) + len(tokens) - 1)
+            self._histories.note(self.prompt, tokens, evidence, exact=exact == len(prompt))
+            self.comparison = prefill.comparison(Conversation(tenant, prompt, tokens), evidence)
 
     def _close(self, event: Event) -> None:
         if self.ended:

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError, from_json
 from blend.limits import NUMBERS, is_corpus_name, shown
 from blend.sampling import LOGIT_BIAS, RANGES
 from blend.serve.http.errors import ApiError, Json, refuse
-from blend.serve.request import Mark
+from blend.serve.request import Edits, Mark
 
 END_USER = ("safety_identifier", "user")
 """Fields that name the application's end user; the first one given counts."""
@@ -211,6 +211,7 @@ class OwnBody(Body):
     retrieve: RetrieveBody | None = None
     method: Literal["blend", "full"] = "blend"
     cold: bool = False
+    edits: Edits = "checked"
     priority: Annotated[int, _between(-1000, 1000)] = 0
     deadline_s: Annotated[float, Field(gt=0, le=DAY_S)] | None = None
     quality: Annotated[float, _between(*NUMBERS["quality"][:2])] | None = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SAMPLING = ("seed", "ignore_eos", *RANGES.keys() - {"max_tokens", "logprobs"})
 """Fields of a body and of `Sampling` with the same meaning."""
-_OPTIONS = ("session", "method", "cold", "priority", "deadline_s", "quality", "trace", "verify")
+_OPTIONS = ("session", "method", "cold", "edits", "priority", "deadline_s", "quality", "trace", "verify")
 """Fields of `kvblend` and of `Request` with the same meaning."""
 CORPUS = "+corpus"
 """Behind a model's name; the name of a corpus may follow."""

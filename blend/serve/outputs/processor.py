@@ -13,7 +13,6 @@ from blend.serve.events import (
     NOTHING,
     SHORT,
     Event,
-    Figures,
     Finished,
     OnEvent,
     Output,
@@ -25,7 +24,7 @@ from blend.serve.forms.thoughts import ThoughtParser
 from blend.serve.forms.tool_calls import CallFormat, CallParser
 from blend.serve.outputs.detokenizer import Detokenizer, StopSearch
 from blend.serve.prompt import Prompt
-from blend.serve.reasons import NEW, TOO_SHORT, ComputedPart, PartsTokens, tokens_by_reason
+from blend.serve.reasons import EDITED, NEW, TOO_SHORT, ComputedPart, PartsTokens, tokens_by_reason, with_edited
 from blend.serve.request import ToolCall
 from blend.types import PlaceOrigin
 
@@ -95,7 +94,7 @@ class OutputProcessor:
         measured = self._profile.measured(name)
         retrieved = any(passage.kind in ("retrieved", "document") for passage in prompt.cited)
         notes = (NONE_RETRIEVED,) if request.top_k is not None and not retrieved else ()
-        parts = _not_reused(prompt, figures, started.hits)
+        parts = _not_reused(prompt, started)
         figures = figures._replace(
             reason=_word(figures.reason, parts),
             not_reused=parts,
@@ -109,13 +108,11 @@ class OutputProcessor:
         return started._replace(figures=figures, sources=sources, trace=trace)
 
 
-def _not_reused(
-    prompt: Prompt,
-    figures: Figures,
-    hits: Sequence[bool],
-) -> tuple[PartsTokens, ...]:
+def _not_reused(prompt: Prompt, started: Started) -> tuple[PartsTokens, ...]:
     """Tokens that were computed though text might be reused, by reason; none if all was to be computed, or had to be."""
-    if figures.method == "full" and figures.reason not in (NOTHING, COLD, SHORT, IN_MEMORY, BLENDED_BEFORE):
+    figures = started.figures
+    hits = started.hits
+    if figures.method == "full" and figures.reason not in (NOTHING, COLD, SHORT, IN_MEMORY, BLENDED_BEFORE, EDITED):
         return ()
     layout = prompt.layout
     places = zip(layout.places, layout.chunk_spans, strict=True)
@@ -126,7 +123,7 @@ def _not_reused(
     for (place, span), hit, missing in zip(cited, hits, absent, strict=True):
         if place.stored is not None and not hit:
             parts.append(ComputedPart(*span, TOO_SHORT if figures.reason == SHORT else missing))
-    return tokens_by_reason(parts, figures.rows_reused)
+    return tokens_by_reason(with_edited(parts, started.edited), figures.rows_reused)
 
 
 def _word(reason: str, parts: Sequence[PartsTokens]) -> str:
