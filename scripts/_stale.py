@@ -220,10 +220,10 @@ NUMBERS = ("number", "setting")
 """Shapes with twice as many items: where numbers change in their place, rows may move by default."""
 
 
-def items(tokenizer: Any, per_cell: int) -> Iterator[Item]:
-    """So many items of each shape at each distance."""
+def items(tokenizer: Any, shapes: Sequence[str], per_cell: int) -> Iterator[Item]:
+    """So many items of each of these shapes at each distance."""
     texts = [" ".join(text.split()) for text in prose() if not {"`", "#", "["} & set(text)]
-    for shape, tell in SHAPES.items():
+    for shape in shapes:
         for distance in DISTANCES:
             for number in range(per_cell * (2 if shape in NUMBERS else 1)):
                 draw = random.Random(f"{shape} {distance} {number}")
@@ -231,7 +231,7 @@ def items(tokenizer: Any, per_cell: int) -> Iterator[Item]:
                 def filler(tokens: int, draw: random.Random = draw) -> str:
                     return _filler(tokenizer, texts, tokens, draw)
 
-                story = tell(draw, filler)
+                story = SHAPES[shape](draw, filler)
                 parts = filler(70), filler(distance), filler(70)
                 versions = tuple(_conversation(shape, story, version, parts) for version in range(3))
                 yield Item(shape, distance, number, versions, story.question, *story.answers[1:])
@@ -417,7 +417,7 @@ def measure(options: argparse.Namespace, results: Results) -> None:
     from blend.model.decoder import Decoder
     from blend.weights import resolve_model
 
-    results.begin(options, ("json", "show", "ways"))
+    results.begin(options, ("json", "show", "ways", "shapes"))
     decoder = Decoder.load(str(resolve_model(options.model)), name=options.model, dtype="auto")
     with ExitStack() as stack:
         made: dict[bool, Server] = {}
@@ -429,7 +429,7 @@ def measure(options: argparse.Namespace, results: Results) -> None:
                 made[learns] = stack.enter_context(closing(Server(decoder, folder, learns=learns)))
             return made[learns]
 
-        for item in items(decoder.tokenizer, options.per_cell):
+        for item in items(decoder.tokenizer, options.shapes, options.per_cell):
             key = {"shape": item.shape, "distance": item.distance, "number": item.number}
             if results.find("stale", key):
                 continue
@@ -473,5 +473,6 @@ def stale_command(arguments: Sequence[str]) -> int:
     """Measure, then show."""
     parser = command_line(__doc__, rows=True, model=MODEL)
     parser.add_argument("--per-cell", type=int, default=4, help="items of each shape at each distance (default 4)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     return measure_and_show(parser.parse_args(arguments), measure, tables)

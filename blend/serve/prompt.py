@@ -23,6 +23,11 @@ SourceKind = Literal["document", "retrieved", "pasted", "learned"]
 Learn = Callable[["ChunkLibrary", Collection["Tokens"]], Collection["Tokens"]]
 
 
+def nothing_before() -> int:
+    """The prompt is one message."""
+    return 0
+
+
 class Source(NamedTuple):
     """A passage of the prompt, as replies show it.
 
@@ -95,6 +100,7 @@ class Prompt:
         learn: takes the texts that the request brought, in a thread for I/O. Returns those whose caches may be stored.
         kept: the text that is kept, if the request keeps any.
         author: whose earlier prompts may give this one their rows; "" takes none.
+        history: says how many of its first rows stand in front of its last message.
         computed: the parts of the prompt that no cache serves, and why.
         absent: for each of `cited`, why its cache would be missing.
         remember: compute and store the caches that were missing.
@@ -117,6 +123,7 @@ class Prompt:
     learn: Learn | None = None
     kept: Kept | None = None
     author: str = ""
+    history: Callable[[], int] = nothing_before
     computed: tuple[ComputedPart, ...] = ()
     absent: tuple[Word, ...] = ()
     remember: bool = True

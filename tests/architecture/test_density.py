@@ -27,7 +27,7 @@ class Limits(NamedTuple):
 
 
 FOLDERS = {
-    "blend": Limits(per_line=8.5, pronouns=0.002),
+    "blend": Limits(per_line=8.6, pronouns=0.002),
     "kernels": Limits(per_line=8.2, pronouns=0.001),
     "retrieval": Limits(per_line=8.2, pronouns=0.003),
 }

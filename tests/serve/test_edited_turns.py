@@ -138,3 +138,26 @@ def test_where_full_prefill_answers_otherwise_nothing_moves_until_a_prompt_was_e
     assert turn(service, "329", **MOVING).figures.edits == "exact"
     assert turn(service, "331").figures.edits == "exact"  # it is compared anew
     assert turn(service, "334").figures.edits == "checked"
+
+
+def test_text_that_is_pasted_again_with_another_question_is_no_edited_history(service: Service) -> None:
+    def ask(clock: str, history: str, question: str, before: tuple[Message, ...] = ()) -> Answer:
+        text = f"{CLOCK.format(clock)}{history}\n{question}"
+        answer = put(service, Request((*before, Message("user", text)), sampling=FEW, user="ann"))
+        settled(service)
+        return answer
+
+    ask("nine", HISTORY, QUESTION)
+    figures = ask("ten", HISTORY, "Who counts the boats?").figures
+    assert (figures.method, figures.edits, figures.rows_moved) == (
+        "blend",
+        "",
+        0,
+    )  # out of caches that were computed apart
+    assert figures.hits > 0
+    # So is a conversation in which another one's text stands in another order.
+    days = HISTORY.splitlines(keepends=True)
+    swapped = "".join([*days[12:18], *days[6:12], *days[:6], *days[18:]])
+    task = (Message("user", "Read the book of the lock."), Message("assistant", "I will."))
+    figures = ask("ten", swapped, "Who counts the boats?", task).figures
+    assert (figures.edits, figures.rows_moved) == ("", 0)

@@ -123,6 +123,14 @@ class Edit(NamedTuple):
         """First rows that both prompts share."""
         return common_length(self.layout.token_ids, self.earlier)
 
+    def is_of_history(self, history: int) -> bool:
+        """Whether this is an earlier conversation with edits, and not new text that holds parts of it.
+
+        history: first rows of the prompt, up to its last message. Text that is pasted into that is no history.
+        """
+        in_order = sum(self.layout.chunk_spans[number].length for number in self._ordered)
+        return self.same < history and in_order >= LEAST_SHARE * self.layout.context.length
+
     @property
     def edited(self) -> float:
         """Tokens that one of the prompts has in front of moved rows and the other lacks, for each moved row."""

@@ -105,6 +105,9 @@ class PromptPrefill(Stepper["Blend"]):
         self._moved = NOTHING_MOVED
         if self._may_move:
             self._edit = histories.edit(prompt, self._layout)
+        if self._edit is not None and prompt.request.edits != "fast":
+            is_history = self._edit.edit.is_of_history(prompt.history())
+            self._edit = self._edit if is_history else None
         if self._edit is not None:
             self._follow(self._edit)
 

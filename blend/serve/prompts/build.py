@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from blend.serve.prompts.checks import require_answerable
 from blend.serve.prompts.reuse import Reuse, reuse, with_texts
 from blend.serve.prompts.view import Require
-from blend.serve.request import Request
+from blend.serve.request import Mark, Request
 
 if TYPE_CHECKING:
     from blend.serve.prompts.tenant import TenantState
+    from blend.types import Place, PromptLayout
 
 
 def build_prompt(tenant: TenantState, request: Request, require: Require = lambda: None) -> Reuse:
@@ -29,4 +32,19 @@ def build_prompt(tenant: TenantState, request: Request, require: Require = lambd
     texts = tenant.texts(view, request.user, anywhere=anywhere)
     reused = with_texts(reuse(layout, passages, texts), tenant.decoder.tokenizer)
     reaches = [tenant.chat.reach(mark, request, places, layout) for mark in request.marks]
-    return reused._replace(reaches=tuple(reaches))
+    history = partial(_rows_before_last_message, tenant, request, places, layout)
+    return reused._replace(reaches=tuple(reaches), history=history)
+
+
+def _rows_before_last_message(
+    tenant: TenantState,
+    request: Request,
+    places: Sequence[Place],
+    layout: PromptLayout,
+) -> int:
+    """How many of a prompt's rows stand in front of its last message, and of the passages in it."""
+    if len(request.messages) < 2:
+        return 0
+    before = len(request.messages) - 2
+    mark = Mark(0.0, before, len(request.messages[before].content))
+    return tenant.chat.reach(mark, request, places, layout)

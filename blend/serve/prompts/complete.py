@@ -72,6 +72,7 @@ def completed(
         question=reuse.question,
         learn=learn if learns else None,
         author=request.users_session or request.user or rules.unnamed,
+        history=reuse.history,
         computed=reuse.computed,
         remember=remember,
         config=config,

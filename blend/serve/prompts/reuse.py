@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from blend.serve.prompt import Cited
+from blend.serve.prompt import Cited, nothing_before
 from blend.serve.prompts.computed import ComputedText, Past
 from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
 from blend.serve.reasons import NEW, ComputedPart
@@ -78,6 +78,7 @@ class Reuse(NamedTuple):
         question: tokens of the question that are to be learned, in the suffix.
         computed: the parts that no cache serves, without the prompt's beginning and its last tokens.
         reaches: for each mark of the request, where its text ends.
+        history: says how many rows stand in front of the last message.
 
     """
 
@@ -87,6 +88,7 @@ class Reuse(NamedTuple):
     question: Span | None = None
     computed: tuple[ComputedPart, ...] = ()
     reaches: tuple[int, ...] = ()
+    history: Callable[[], int] = nothing_before
 
 
 def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
