@@ -24,7 +24,7 @@ Learn = Callable[["ChunkLibrary", Collection["Tokens"]], Collection["Tokens"]]
 
 
 def nothing_before() -> int:
-    """The prompt is one message."""
+    """The conversation is new."""
     return 0
 
 
@@ -100,7 +100,7 @@ class Prompt:
         learn: takes the texts that the request brought, in a thread for I/O. Returns those whose caches may be stored.
         kept: the text that is kept, if the request keeps any.
         author: whose earlier prompts may give this one their rows; "" takes none.
-        history: says how many of its first rows stand in front of its last message.
+        history: says how many of its first rows stand in front of its last message; 0 in a new conversation.
         computed: the parts of the prompt that no cache serves, and why.
         absent: for each of `cited`, why its cache would be missing.
         remember: compute and store the caches that were missing.

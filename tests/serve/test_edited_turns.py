@@ -27,7 +27,8 @@ def service(tmp_path: Path, model: Path) -> Iterator[Service]:
 
 def turn(service: Service, hour: str, more: tuple[Message, ...] = (), history: str = HISTORY, **fields: Any) -> Answer:
     """A turn whose header changes; more: messages behind it."""
-    said = (Message("system", CLOCK.format(hour) + history), Message("user", QUESTION), *more)
+    before = Message("user", "Read the book of the lock."), Message("assistant", "I have read it.")
+    said = (Message("system", CLOCK.format(hour) + history), *before, Message("user", QUESTION), *more)
     answer = put(service, Request(said, **{"sampling": FEW, "user": "ann", **fields}))
     settled(service)
     return answer
@@ -138,6 +139,15 @@ def test_where_full_prefill_answers_otherwise_nothing_moves_until_a_prompt_was_e
     assert turn(service, "329", **MOVING).figures.edits == "exact"
     assert turn(service, "331").figures.edits == "exact"  # it is compared anew
     assert turn(service, "334").figures.edits == "checked"
+
+
+def test_another_conversation_behind_another_header_is_no_edited_history(service: Service) -> None:
+    for hour in ("nine", "ten"):
+        said = Message("system", CLOCK.format(hour) + HISTORY), Message("user", f"{QUESTION} Say it at {hour}.")
+        answer = put(service, Request(said, sampling=FEW, user="ann"))
+        settled(service)
+    assert (answer.figures.method, answer.figures.edits) == ("blend", "")
+    assert answer.figures.hits > 0
 
 
 def test_text_that_is_pasted_again_with_another_question_is_no_edited_history(service: Service) -> None:

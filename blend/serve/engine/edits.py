@@ -126,7 +126,7 @@ class Edit(NamedTuple):
     def is_of_history(self, history: int) -> bool:
         """Whether this is an earlier conversation with edits, and not new text that holds parts of it.
 
-        history: first rows of the prompt, up to its last message. Text that is pasted into that is no history.
+        history: first rows of the prompt, up to its last message; 0 in a new conversation. What is pasted anew is no history.
         """
         in_order = sum(self.layout.chunk_spans[number].length for number in self._ordered)
         return self.same < history and in_order >= LEAST_SHARE * self.layout.context.length

@@ -42,8 +42,8 @@ def _rows_before_last_message(
     places: Sequence[Place],
     layout: PromptLayout,
 ) -> int:
-    """How many of a prompt's rows stand in front of its last message, and of the passages in it."""
-    if len(request.messages) < 2:
+    """How many of a prompt's rows stand in front of its last message, and of the passages in it; 0 in a new conversation."""
+    if not any(message.role == "assistant" for message in request.messages):
         return 0
     before = len(request.messages) - 2
     mark = Mark(0.0, before, len(request.messages[before].content))

@@ -78,7 +78,7 @@ class Reuse(NamedTuple):
         question: tokens of the question that are to be learned, in the suffix.
         computed: the parts that no cache serves, without the prompt's beginning and its last tokens.
         reaches: for each mark of the request, where its text ends.
-        history: says how many rows stand in front of the last message.
+        history: says how many rows stand in front of the last message; 0 in a new conversation.
 
     """
 
