@@ -1,16 +1,22 @@
 """A turn that edits an earlier prompt: what stands behind the edit is computed, unless it was shown not to depend on it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from changing import until
 from engines import FEW, Answer
 from rooms import put, serving, settled
 
+from blend.sampling import Sampling
 from blend.serve.engine import histories
+from blend.serve.engine.prefixes import PrefixCache
+from blend.serve.events import Audit
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
+from blend.types import ChunkCache
 
 STORY = "The clerk of the lock counts the boats every day, and writes down who rowed them. "
 HISTORY = "".join(f"Day {day}: {STORY}Boat {7 * day} came last.\n" for day in range(24))
@@ -171,3 +177,32 @@ def test_text_that_is_pasted_again_with_another_question_is_no_edited_history(se
     task = (Message("user", "Read the book of the lock."), Message("assistant", "I will."))
     figures = ask("ten", swapped, "Who counts the boats?", task).figures
     assert (figures.edits, figures.rows_moved) == ("", 0)
+
+
+@pytest.mark.parametrize("how", ["verified", "audited"])
+def test_what_was_served_from_moved_rows_is_what_an_audit_compares(
+    tmp_path: Path, model: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows_of = PrefixCache.rows_of
+
+    def spoiled(*arguments: Any) -> ChunkCache | None:
+        rows = rows_of(*arguments)
+        return rows and replace(rows, values=tuple(layer.flip(1) * 8 for layer in rows.values))
+
+    audits: list[Audit] = []
+    drawn = {"sampling": Sampling(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True), **MOVING}
+    audited = {"audit": float(how == "audited"), "on_audit": audits.append}
+    with serving(tmp_path / "store", model, corrects_learned=False, **audited) as service:
+        turn(service, "nine", **drawn)
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixCache, "rows_of", spoiled)
+            served = turn(service, "half past seventeen", verify=how == "verified", **drawn)
+        assert served.figures.rows_moved > 0
+        full = turn(service, "half past seventeen", method="full", cold=True, **drawn)
+        assert served.tokens != full.tokens
+        if how == "audited":
+            until(lambda: (True, None) in [(audit.flipped, audit.kl) for audit in audits])
+        assert service.engine.histories.is_doubted("", "ann")
+        assert turn(service, "ten", **drawn).figures.edits == "exact"
+        assert not service.engine.histories.is_doubted("", "ann")
+        assert turn(service, "eleven", **drawn).figures.edits == "fast"
