@@ -28,8 +28,9 @@ def measured(folder, script, **options):
 def test_every_case_reuses_what_recurs(tmp_path):
     rows = measured(tmp_path, "bench_reuse", characters=800, rounds=1, requests=20)
     # In 20 requests of `novel` some recurring text comes for the first time among the last ten. Elsewhere a piece that
-    # reaches over the end of a text is new behind another text: for a third of the first prompts' rows.
-    least = {**dict.fromkeys(("passages", "edits", "code", "conversation", "rewritten"), 0.85), "novel": 0.55}
+    # reaches over the end of a text is new behind another text: for a third of the first prompts' rows. A conversation that
+    # has an earlier one's results in the same order counts as that one, edited.
+    least = {**dict.fromkeys(("passages", "edits", "code", "rewritten"), 0.85), "conversation": 0.5, "novel": 0.55}
     assert rows.keys() == least.keys()
     assert {name: row["reused"] for name, row in rows.items() if row["reused"] <= least[name]} == {}
 
@@ -37,5 +38,10 @@ def test_every_case_reuses_what_recurs(tmp_path):
 def test_text_behind_edits_is_reused(tmp_path):
     rows = measured(tmp_path, "bench_edits", turns=6, instructions=3000, result=700)
     assert rows.keys() == {"header", "compaction"}
-    assert all(row["least"] >= 0.85 for row in rows.values())
-    assert rows["header"]["prefixes"]["computed"] > 0.9 > rows["header"]["blended"]["computed"]
+    header = rows["header"]
+    # In bfloat16 many rows of random weights change with the clock; one turn more is then computed.
+    assert header["reused"] >= 0.6
+    assert header["prefixes"]["computed"] > 0.9 > 0.6 > header["blended"]["computed"]
+    # Behind dropped results everything is computed.
+    compaction = rows["compaction"]
+    assert compaction["blended"]["computed"] <= compaction["prefixes"]["computed"] + 0.01
