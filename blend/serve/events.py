@@ -263,6 +263,7 @@ class EngineStats(NamedTuple):
         prefix_bytes: bytes of the prefix cache.
         encoding: number of chunk caches still to be computed.
         prefix_evictions: evictions from the prefix cache so far.
+        comparing: number of comparisons still to be made.
 
     """
 
@@ -273,8 +274,9 @@ class EngineStats(NamedTuple):
     prefix_bytes: int = 0
     encoding: int = 0
     prefix_evictions: int = 0
+    comparing: int = 0
 
     @property
     def idle(self) -> bool:
         """Nothing is running, waiting or being computed."""
-        return not (self.running or self.waiting or self.encoding)
+        return not (self.running or self.waiting or self.encoding or self.comparing)

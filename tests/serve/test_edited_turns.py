@@ -1,6 +1,6 @@
 """A turn that edits an earlier prompt: what stands behind the edit is computed, unless it was shown not to depend on it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import pytest
 from changing import until
 from engines import FEW, Answer
 from rooms import put, serving, settled
+from served import Served
 
 from blend.sampling import Sampling
 from blend.serve.engine import histories
@@ -206,3 +207,30 @@ def test_what_was_served_from_moved_rows_is_what_an_audit_compares(
         assert turn(service, "ten", **drawn).figures.edits == "exact"
         assert not service.engine.histories.is_doubted("", "ann")
         assert turn(service, "eleven", **drawn).figures.edits == "fast"
+
+
+def test_a_client_chooses_and_is_told(serve: Callable[..., Served]) -> None:
+    served = serve(learn_budget=1 << 24)
+    said = [
+        {"role": "user", "content": "Read the book of the lock."},
+        {"role": "assistant", "content": "I have read it."},
+        {"role": "user", "content": QUESTION},
+    ]
+
+    def ask(clock: str, edits: str) -> dict[str, Any]:
+        header = {"role": "system", "content": CLOCK.format(clock) + HISTORY}
+        fields = {"user": "ann", "max_tokens": 2, "kvblend": {"edits": edits}}
+        reply = served.ask(messages=[header, *said], **fields).json()
+        settled(served.state.service)
+        figures: dict[str, Any] = reply["kvblend"]["figures"]
+        return figures
+
+    assert ask("nine", "checked")["edits"] == ""
+    assert ask("ten", "fast")["edits"] == "fast"
+    figures = ask("eleven", "checked")
+    assert (figures["edits"], figures["reason"], figures["method"]) == ("exact", "edited", "full")
+    assert figures["not_reused"][0]["reason"] == "edited"
+    assert ask("twelve", "exact")["edits"] == "exact"
+    refused = served.ask(messages=said, kvblend={"edits": "quick"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kvblend.edits"

@@ -191,8 +191,13 @@ class EmbeddedEngine:
         with self._changed:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
-        left = len(self._encodings) + len(self._comparisons)
-        return EngineStats(*counts, self.prefixes.nbytes, left, self.prefixes.evictions)
+        return EngineStats(
+            *counts,
+            self.prefixes.nbytes,
+            len(self._encodings),
+            self.prefixes.evictions,
+            len(self._comparisons),
+        )
 
     def wait_idle(self, seconds: float, *, prompts_alone: bool = False) -> bool:
         """Wait until nothing is running, waiting or being computed; False if that takes longer.
