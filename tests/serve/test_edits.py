@@ -11,7 +11,7 @@ from blend.serve.engine.edits import (
     INDEPENDENT,
     UNKNOWN,
     Edit,
-    Evidence,
+    EditEvidence,
     Spelling,
     edit_of,
     shown,
@@ -73,7 +73,7 @@ def test_whole_words_change(before: str, after: str, words: list[tuple[str, str]
     assert changed(edited(before, after)) == words
 
 
-def evidence_of(edit: Edit, changes: float = 0.0) -> Evidence:
+def evidence_of(edit: Edit, changes: float = 0.0) -> EditEvidence:
     """What the edit shows where all text behind it was computed."""
     rows = edit.layout.rows
     compared = np.full(rows, np.nan, np.float32)
@@ -126,7 +126,7 @@ def test_a_line_moves_only_up_to_a_number_that_changes(number: str) -> None:
 
 
 def test_a_row_that_once_depended_on_the_words_keeps_to_it() -> None:
-    evidence = Evidence(np.ones(3, np.bool_), np.array([UNKNOWN, INDEPENDENT, DEPENDENT], np.int8))
+    evidence = EditEvidence(np.ones(3, np.bool_), np.array([UNKNOWN, INDEPENDENT, DEPENDENT], np.int8))
     after = with_changes(evidence, np.arange(3), np.array([1.0, 1.0, 0.0], np.float32))
     assert after.rows.tolist() == [DEPENDENT, INDEPENDENT, DEPENDENT]
     assert evidence.rows[0] == UNKNOWN

@@ -16,7 +16,7 @@ import torch
 
 from blend.model.cache import Run
 from blend.model.passes import RowRequest, RowSteps
-from blend.serve.engine.edits import INDEPENDENT, UNKNOWN, Evidence, Hunk, value_changes, with_changes
+from blend.serve.engine.edits import INDEPENDENT, UNKNOWN, EditEvidence, Hunk, value_changes, with_changes
 from blend.serve.failures import log_error
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MOST = 8  # comparisons that wait; one that is left out makes its rows be compu
 _LEAST_ROWS = 32  # to compare
 
 
-class Comparison(NamedTuple):
+class RowComparison(NamedTuple):
     """Rows to compare.
 
     Attributes:
@@ -45,7 +45,7 @@ class Comparison(NamedTuple):
     conversation: Conversation
     before: Conversation
     hunks: Sequence[Hunk]
-    evidence: Evidence
+    evidence: EditEvidence
     start: int
 
     @classmethod
@@ -55,11 +55,11 @@ class Comparison(NamedTuple):
         conversation: Conversation,
         before: Conversation,
         hunks: Sequence[Hunk],
-        evidence: Evidence,
-    ) -> Comparison | None:
+        evidence: EditEvidence,
+    ) -> RowComparison | None:
         """The comparison of the text at the end; None if there is none to make, or the words changed their places."""
-        known = np.flatnonzero(evidence.rows != UNKNOWN)
-        start = int(known[-1]) + 1 if len(known) else 0
+        compared = np.flatnonzero(evidence.rows != UNKNOWN)
+        start = int(compared[-1]) + 1 if len(compared) else 0
         in_place = bool(hunks) and all(hunk.old == hunk.new for hunk in hunks)
         moves = np.count_nonzero(evidence.rows == INDEPENDENT) > len(evidence.rows) / 2
         if not (in_place and moves) or len(evidence.rows) - start < _LEAST_ROWS:
@@ -89,7 +89,7 @@ class ComparisonQueue:
         self._prefixes = prefixes
         self._histories = histories
         self._most_rows = most_rows
-        self._waiting = deque[Comparison](maxlen=_MOST)
+        self._waiting = deque[RowComparison](maxlen=_MOST)
         self._steps: RowSteps[None] | None = None
         self._piece: RowRequest | None = None
 
@@ -97,7 +97,7 @@ class ComparisonQueue:
         """How many are left."""
         return len(self._waiting) + (self._steps is not None)
 
-    def add(self, comparison: Comparison) -> None:
+    def add(self, comparison: RowComparison) -> None:
         """Make it later."""
         self._waiting.append(comparison)
 
@@ -142,7 +142,7 @@ class ComparisonQueue:
                 self._steps.close()
         self._steps = self._piece = None
 
-    def _compare(self, comparison: Comparison) -> RowSteps[None]:
+    def _compare(self, comparison: RowComparison) -> RowSteps[None]:
         conversation = comparison.conversation
         ids = conversation.ids
         rows = self._prefixes.rows_of(conversation, 0, len(ids))
@@ -168,5 +168,5 @@ class ComparisonQueue:
             yield RowRequest(tokens[:, piece.positions], piece, cache)
         compared = np.arange(comparison.start, len(ids))
         changes = value_changes(cache, rows, compared, compared, self._decoder.rotations)
-        found = with_changes(comparison.evidence, compared, changes)
-        self._histories.found(comparison.author, conversation, found)
+        evidence = with_changes(comparison.evidence, compared, changes)
+        self._histories.found(comparison.author, conversation, evidence)

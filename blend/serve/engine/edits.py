@@ -40,7 +40,7 @@ Spell = Callable[[Sequence[int]], list[str]]
 """Gives what each token id spells."""
 
 
-class Evidence(NamedTuple):
+class EditEvidence(NamedTuple):
     """What the last edits of a conversation have shown, for each token of a prompt and its answer.
 
     Attributes:
@@ -53,16 +53,16 @@ class Evidence(NamedTuple):
     rows: States
 
     @classmethod
-    def nothing(cls, tokens: int) -> Evidence:
+    def nothing(cls, tokens: int) -> EditEvidence:
         """No edit was seen."""
         return cls(np.zeros(tokens, np.bool_), np.full(tokens, UNKNOWN, np.int8))
 
-    def extended(self, tokens: int) -> Evidence:
+    def extended(self, tokens: int) -> EditEvidence:
         """The same for a text that goes on, with so many tokens in all; what follows is unknown."""
-        known = min(tokens, len(self.rows))
-        longer = Evidence.nothing(tokens)
-        longer.varied[:known] = self.varied[:known]
-        longer.rows[:known] = self.rows[:known]
+        length = min(tokens, len(self.rows))
+        longer = EditEvidence.nothing(tokens)
+        longer.varied[:length] = self.varied[:length]
+        longer.rows[:length] = self.rows[:length]
         return longer
 
 
@@ -185,7 +185,7 @@ class Edit(NamedTuple):
             old, new = first + stop - start, stop
         return hunks
 
-    def sound(self, evidence: Evidence, spell: Spell) -> Flags | None:
+    def sound(self, evidence: EditEvidence, spell: Spell) -> Flags | None:
         """Which rows of the earlier prompt, from `begin` to `end`, are right in this prompt, bool `[rows]`.
 
         Args:
@@ -261,12 +261,12 @@ def _longest_chain(runs: Sequence[TextRun[int]]) -> set[int]:
 
 def shown(
     edit: Edit,
-    evidence: Evidence | None,
+    evidence: EditEvidence | None,
     computed: Flags,
     changes: NDArray[np.float32],
     tokens: int,
     spell: Spell,
-) -> Evidence:
+) -> EditEvidence:
     """What an edit shows of its prompt, once that was computed.
 
     Args:
@@ -278,7 +278,7 @@ def shown(
         spell: what tokens spell.
 
     """
-    after = Evidence.nothing(tokens)
+    after = EditEvidence.nothing(tokens)
     source = edit.in_order
     both = np.flatnonzero(source >= 0)
     if evidence is not None:
@@ -291,10 +291,10 @@ def shown(
 
 
 def with_changes(
-    evidence: Evidence,
+    evidence: EditEvidence,
     positions: NDArray[np.int64],
     changes: NDArray[np.float32],
-) -> Evidence:
+) -> EditEvidence:
     """The evidence with what is known now of these rows: how much each changed with the varied tokens.
 
     A row that once depended on them keeps to it: it may do so again.

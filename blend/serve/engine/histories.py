@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import LRUCache
 
-from blend.serve.engine.edits import Edit, Evidence, Spelling, edit_of
+from blend.serve.engine.edits import Edit, EditEvidence, Spelling, edit_of
 from blend.serve.engine.prefixes import Conversation
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class EarlierPrompt(NamedTuple):
     """A prompt with its answer. evidence: of the edits that led to it; None if none did."""
 
     conversation: Conversation
-    evidence: Evidence | None = None
+    evidence: EditEvidence | None = None
 
     @property
     def tokens(self) -> int:
@@ -76,7 +76,7 @@ class Histories:
         self,
         prompt: Prompt,
         answer: Sequence[int],
-        evidence: Evidence | None,
+        evidence: EditEvidence | None,
         *,
         exact: bool,
     ) -> None:
@@ -100,8 +100,8 @@ class Histories:
                 self._doubted.pop(key, None)
             if evidence is None:
                 gone_on = next((earlier for earlier in before if _goes_on(ids, earlier)), None)
-                known = gone_on.evidence if gone_on is not None else None
-                evidence = known and known.extended(len(conversation.ids))
+                if gone_on is not None and gone_on.evidence is not None:
+                    evidence = gone_on.evidence.extended(len(conversation.ids))
             noted = EarlierPrompt(conversation, evidence)
             self._latest[key] = (noted, *before[: _LATEST - 1])
 
@@ -109,17 +109,17 @@ class Histories:
         self,
         author: str,
         conversation: Conversation,
-        evidence: Evidence,
+        evidence: EditEvidence,
     ) -> None:
         """Note what a comparison found, unless the prompt is forgotten or doubted meanwhile."""
         key = conversation.owner, author
         with self._lock:
             latest = self._latest.get(key, ())
-            known = [earlier.conversation == conversation and earlier.evidence is not None for earlier in latest]
-            if any(known):
-                pairs = zip(latest, known, strict=True)
+            has_it = [earlier.conversation == conversation and earlier.evidence is not None for earlier in latest]
+            if any(has_it):
+                pairs = zip(latest, has_it, strict=True)
                 self._latest[key] = tuple(
-                    earlier._replace(evidence=evidence) if is_known else earlier for earlier, is_known in pairs
+                    earlier._replace(evidence=evidence) if is_it else earlier for earlier, is_it in pairs
                 )
 
     def doubt(self, owner: str, author: str) -> tuple[EarlierPrompt, ...]:

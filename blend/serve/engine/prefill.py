@@ -15,8 +15,8 @@ from blend.model.passes import Resume, Steps
 from blend.prefill.inputs import NOTHING_MOVED, MovedRows
 from blend.quality import Estimate, Quality
 from blend.serve.engine.background import FindMissing, Stepper
-from blend.serve.engine.comparison import Comparison
-from blend.serve.engine.edits import Evidence, shown, value_changes
+from blend.serve.engine.comparison import RowComparison
+from blend.serve.engine.edits import EditEvidence, shown, value_changes
 from blend.serve.engine.savings import exact_anyway, is_blendable, reason_against
 from blend.serve.events import BLENDED_BEFORE, COLD, IN_MEMORY, ONLY_PARTS, Figures, Started, TokenPart, TracedToken
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
@@ -275,20 +275,20 @@ class PromptPrefill(Stepper["Blend"]):
             return ()
         return tuple(self._edit.edit.spans)
 
-    def comparison(self, conversation: Conversation, evidence: Evidence | None) -> Comparison | None:
+    def comparison(self, conversation: Conversation, evidence: EditEvidence | None) -> RowComparison | None:
         """What to compare in idle time; None for nothing. conversation: the prompt with its answer."""
         if self._edit is None or evidence is None:
             return None
         hunks = self._edit.edit.hunks(self._histories.spell)
         before = self._edit.earlier.conversation
-        return Comparison.of(self._prompt.author, conversation, before, hunks, evidence)
+        return RowComparison.of(self._prompt.author, conversation, before, hunks, evidence)
 
-    def evidence(self, cache: BlendedCache, tokens: int) -> Evidence | None:
+    def evidence(self, cache: BlendedCache, tokens: int) -> EditEvidence | None:
         """What the prompt's edits have shown; None if it edits none. tokens: of the prompt and its answer, in `cache`."""
         if self._edit is None:
             return None
         if self._edits == "fast":
-            return Evidence.nothing(tokens)
+            return EditEvidence.nothing(tokens)
         edit, earlier = self._edit
         computed = np.zeros(self.blend.layout.rows, np.bool_)
         computed[self.blend.selection.rows.cpu().numpy()] = True
@@ -299,8 +299,8 @@ class PromptPrefill(Stepper["Blend"]):
         if rows is not None and len(compared):
             there = source[compared] - edit.begin
             changes[compared] = value_changes(cache, rows, compared, there, self._blender.decoder.rotations)
-        known = earlier.evidence if self._rows_moved else None
-        return shown(edit, known, computed, changes, tokens, self._histories.spell)
+        moved_by = earlier.evidence if self._rows_moved else None
+        return shown(edit, moved_by, computed, changes, tokens, self._histories.spell)
 
     def find_missing(self) -> FindMissing | None:
         """How to learn the new text, and to find the caches that were missing; None if there is nothing to do."""

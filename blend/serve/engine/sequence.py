@@ -10,7 +10,7 @@ import torch
 
 from blend.errors import StoreError
 from blend.model.passes import RowRequest
-from blend.serve.engine.comparison import Comparison
+from blend.serve.engine.comparison import RowComparison
 from blend.serve.engine.decoding import Decoding
 from blend.serve.engine.prefill import PromptPrefill
 from blend.serve.engine.prefixes import Conversation
@@ -63,7 +63,7 @@ class Sequence:
         self.answers: list[Decoding] = []
         self.answers_left = 0
         self.ended = False
-        self.comparison: Comparison | None = None
+        self.comparison: RowComparison | None = None
         self._blender = blender
         self._prefixes = prefixes
         self._histories = histories
