@@ -101,6 +101,10 @@ def test_rows_move_where_numbers_change_again() -> None:
         ("At 10:01 o'clock\n", "At 10:02 o'clock\n", "At noon o'clock\n"),
         ("At 10:01 o'clock\n", "At 10:02 o'clock\n", "At 10:03 o'clock. Nothing below holds\n"),
         ("At 10:01 o'clock\n", "At 10:02 o'clock\n", "o'clock\n"),
+        ("It has 21 degrees\n", "It has 22 degrees\n", "It has -23 degrees\n"),  # a sign
+        ("It has 21 degrees\n", "It has 22 degrees\n", "It has -22 degrees\n"),
+        ("It has 21 degrees\n", "It has 22 degrees\n", "It has 22 22 degrees\n"),
+        (f"{'no ' * 20}21\n", f"{'no ' * 20}22\n", f"{'no ' * 23}22\n"),  # a text that repeats itself
     ],
 )
 def test_no_row_moves_behind_another_change(first: str, second: str, third: str) -> None:

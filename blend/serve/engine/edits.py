@@ -179,8 +179,10 @@ class Edit(NamedTuple):
         last = self.layout.chunk_spans[max(self._ordered, default=0)].stop
         for start, stop in _runs(self.in_order, self.same, last):
             first = int(self.in_order[start])
-            if start > new or first > old:
-                hunk = _to_words(self.earlier, self.layout.token_ids, Hunk(slice(old, first), slice(new, start)), spell)
+            if start > new or first != old:
+                # A text that repeats itself may go on with rows that stand in front of `old`: they count as changed.
+                between = Hunk(slice(min(old, first), max(old, first)), slice(new, start))
+                hunk = _to_words(self.earlier, self.layout.token_ids, between, spell)
                 hunks += _changed(self.earlier, self.layout.token_ids, hunk, spell)
             old, new = first + stop - start, stop
         return hunks
@@ -194,7 +196,7 @@ class Edit(NamedTuple):
 
         Returns:
             The rows, or None if the evidence does not suffice: a word changes that did not change before or is no number,
-            or too few rows are independent.
+            a sign changes, or too few rows are independent.
 
         """
         hunks = self.hunks(spell)
@@ -202,6 +204,10 @@ class Edit(NamedTuple):
             return None
         words = set[str]()
         for hunk in hunks:
+            before = "".join(spell(self.earlier[hunk.old]))
+            after = "".join(spell(self.layout.token_ids[hunk.new]))
+            if _WORD.sub("", before) != _WORD.sub("", after):  # a sign, or a blank: another number of words
+                return None
             words |= _words(spell, self.earlier, hunk.old) | _words(spell, self.layout.token_ids, hunk.new)
         if not all(any(character.isdigit() for character in word) for word in words):
             return None
@@ -438,7 +444,7 @@ def _word_spans(pieces: Sequence[str], start: int) -> list[Span]:
 
 
 def _has_varied(hunk: Hunk, varied: Flags) -> bool:
-    """Whether all that changes changed before; for what is put in, whether it stands beside such a token."""
+    """Whether every token of the change was varied before. Inserted tokens must stand beside a varied one."""
     if hunk.tokens > MOST_CHANGED:
         return False
     start, stop = hunk.old.start, hunk.old.stop

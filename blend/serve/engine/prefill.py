@@ -109,7 +109,7 @@ class PromptPrefill(Stepper["Blend"]):
             is_history = self._edit.edit.is_of_history(prompt.history())
             self._edit = self._edit if is_history else None
         if self._edit is not None:
-            self._follow(self._edit)
+            self._lay_out_edit(self._edit)
 
     def restart(self, error: Exception) -> None:
         """Begin anew after a shared pass failed, once: selectors cannot forget. Raises `error` if that is in vain."""
@@ -136,28 +136,25 @@ class PromptPrefill(Stepper["Blend"]):
         prompt = self._prompt
         return not (prompt.full_because or prompt.request.cold or self.quality.asked or self._recurrent)
 
-    def _follow(self, found: FoundEdit) -> None:
+    def _lay_out_edit(self, match: FoundEdit) -> None:
         """Lay out the prompt behind its edits: with rows of the earlier prompt, or with all that read the edits computed."""
-        edit = found.edit
+        edit, earlier = match
         request = self._prompt.request
-        is_doubted = self._histories.is_doubted(request.tenant, self._prompt.author)
-        rows = None
-        if request.edits != "exact" and not is_doubted:
-            rows = self._prefixes.rows_of(found.earlier.conversation, edit.begin, edit.end)
         self._edits = "exact"
         self._layout = edit.computed()
+        if request.edits == "exact" or self._histories.is_doubted(request.tenant, self._prompt.author):
+            return
+        sound = None
+        if request.edits == "checked":
+            sound = edit.sound(earlier.evidence, self._histories.spell) if earlier.evidence is not None else None
+            if sound is None:
+                return
+        rows = self._prefixes.rows_of(earlier.conversation, edit.begin, edit.end)
         if rows is None:
             return
-        if request.edits == "fast":
-            self._edits = "fast"
-            self._layout = edit.moved()
-            self._moved = MovedRows(rows, edit.edited)
-        elif found.earlier.evidence is not None:
-            sound = edit.sound(found.earlier.evidence, self._histories.spell)
-            if sound is not None:
-                self._edits = "checked"
-                self._layout = edit.proven()
-                self._moved = MovedRows(rows, sound=sound)
+        self._edits = request.edits
+        self._layout = edit.moved() if sound is None else edit.proven()
+        self._moved = MovedRows(rows, edit.edited, sound)
 
     def _prefilling(self) -> Steps[Blend]:
         """Decide whether to blend, then load, select and compute."""
