@@ -53,12 +53,7 @@ class Reference:
     logits: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        full: FullPrefill,
-        layout: PromptLayout,
-        max_new_tokens: int,
-    ) -> Reference:
+    def of(cls, full: FullPrefill, layout: PromptLayout, max_new_tokens: int) -> Reference:
         """Decode the answer behind full prefill."""
         import torch
 
@@ -158,11 +153,7 @@ class ComparedAnswer(NamedTuple):
     full_right: bool | None = None
 
     @classmethod
-    def of(
-        cls,
-        method: Any,
-        full: Any,
-    ) -> ComparedAnswer:
+    def of(cls, method: Any, full: Any) -> ComparedAnswer:
         """Compare two answers, which have `answer`, `kl` and `right`."""
         return cls(method.answer != full.answer, method.kl, method.right, full.right)
 

@@ -78,13 +78,7 @@ class Corpus:
     def library(self) -> ChunkLibrary:
         """The corpus's chunk caches as the store held them before the change."""
         config = self.config
-        return ChunkLibrary(
-            self.decoder,
-            self.store,
-            self.template.prefix,
-            config.batch_tokens,
-            corpus=config.name,
-        )
+        return ChunkLibrary(self.decoder, self.store, self.template.prefix, config.batch_tokens, corpus=config.name)
 
     def token_ids(self, chunk: Chunk) -> Tokens:
         """Token ids of a chunk as it stands in prompts."""
@@ -185,22 +179,11 @@ def plan_change(
     corpus.known.update(documents.tokens)
     ids = dict.fromkeys(map(corpus.token_ids, chunks))
     removed = dict.fromkeys(chunk_ids for chunk_ids in map(corpus.token_ids, before) if chunk_ids not in ids)
-    return CorpusChange(
-        corpus,
-        chunks,
-        tuple(ids),
-        tuple(removed),
-        began,
-        documents.vectors,
-    )
+    return CorpusChange(corpus, chunks, tuple(ids), tuple(removed), began, documents.vectors)
 
 
 def prepare(
-    change: CorpusChange,
-    *,
-    quick: bool = False,
-    share: Share = WHOLE,
-    progress: Progress = no_progress,
+    change: CorpusChange, *, quick: bool = False, share: Share = WHOLE, progress: Progress = no_progress
 ) -> PreparedCorpus:
     """Update the index, choose the surrogate context, and list the missing caches.
 
@@ -228,13 +211,7 @@ def prepare(
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
     corpus = change.corpus
-    update = update_index(
-        corpus.index_dir,
-        change.chunks,
-        corpus.embedder(),
-        progress,
-        change.vectors,
-    )
+    update = update_index(corpus.index_dir, change.chunks, corpus.embedder(), progress, change.vectors)
     corpus.sharing.publish(corpus.config.name, change.began)
     return update
 
@@ -277,10 +254,7 @@ def _with_surrogate(change: CorpusChange, library: ChunkLibrary) -> ChunkLibrary
 
 
 def divided(
-    documents: Sequence[Document],
-    template: PromptTemplate,
-    config: CorpusConfig,
-    progress: Progress = no_progress,
+    documents: Sequence[Document], template: PromptTemplate, config: CorpusConfig, progress: Progress = no_progress
 ) -> DividedDocuments:
     """Divide documents, each independently of the others. Raises `RetrievalError`."""
     chunks: list[Chunk] = []
@@ -368,12 +342,7 @@ def precompute(
     change = plan_change(corpus, documents, stays=stays, unread=unread)
     for key in corpus.spare(change.gone):  # before the index forgets them
         corpus.store.delete(key)
-    library, variants, missing, update = prepare(
-        change,
-        quick=quick,
-        share=share,
-        progress=progress,
-    )
+    library, variants, missing, update = prepare(change, quick=quick, share=share, progress=progress)
     begin = time.perf_counter()
     tokens = compute(library, missing, progress)
     seconds = time.perf_counter() - begin

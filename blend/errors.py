@@ -64,12 +64,7 @@ class ContextLengthError(PromptError):
 
     """
 
-    def __init__(
-        self,
-        message: str,
-        longest: int = 0,
-        rows: int | None = None,
-    ) -> None:
+    def __init__(self, message: str, longest: int = 0, rows: int | None = None) -> None:
         super().__init__(message)
         self.longest = longest
         self.rows = rows

@@ -61,12 +61,7 @@ def keep_value(path: Path, name: str, value: object) -> None:
     document = {key: entry for key, entry in values.items() if entry is not None}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(
-            path,
-            [json.dumps(document, indent=1).encode()],
-            mode=None,
-            durable=False,
-        )
+        write_atomically(path, [json.dumps(document, indent=1).encode()], mode=None, durable=False)
 
 
 def _temporary_name() -> str:
@@ -117,10 +112,7 @@ def _part(folder: Path) -> Iterator[Path]:
 def _created(part: Path, mode: int | None) -> FileIO:
     allowed = 0o666 if mode is None else 0o600
     file = open(  # noqa: SIM115
-        part,
-        "xb",
-        buffering=0,
-        opener=lambda name, flags: os.open(name, flags, allowed),
+        part, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, allowed)
     )
     if mode is not None:
         with suppress(OSError):  # a file system without permissions; the file is not wider than it was opened
@@ -128,13 +120,7 @@ def _created(part: Path, mode: int | None) -> FileIO:
     return file
 
 
-def _write(
-    part: Path,
-    blobs: Iterable[bytes | memoryview],
-    mode: int | None,
-    *,
-    durable: bool,
-) -> None:
+def _write(part: Path, blobs: Iterable[bytes | memoryview], mode: int | None, *, durable: bool) -> None:
     with _created(part, mode) as file:
         for blob in blobs:
             view = memoryview(blob)

@@ -54,12 +54,7 @@ class Judged(NamedTuple):
         return max(LEAST_SAMPLE, round(self.answers * max(factor, 1.0) * 1.2))
 
 
-def paired_interval(
-    values: Sequence[float],
-    reference: Sequence[float],
-    *,
-    resamples: int = RESAMPLES,
-) -> Interval:
+def paired_interval(values: Sequence[float], reference: Sequence[float], *, resamples: int = RESAMPLES) -> Interval:
     """Mean of `values[i] - reference[i]` with its interval: items are resampled, so each keeps its own reference."""
     differences = np.subtract(values, reference, dtype=np.float64)
     return mean_interval(differences.tolist(), resamples=resamples)
@@ -115,11 +110,7 @@ def upper_share(hits: int, count: int) -> float:
     return high
 
 
-def _bootstrapped(
-    values: Sequence[float],
-    statistic: Callable[..., _Values],
-    resamples: int,
-) -> Interval:
+def _bootstrapped(values: Sequence[float], statistic: Callable[..., _Values], resamples: int) -> Interval:
     sample = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(0)
     statistics = np.empty(resamples)

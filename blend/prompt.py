@@ -109,11 +109,7 @@ class TextTokenizer:
     @cached_property
     def _words(self) -> list[str]:
         """The spellings of control tokens, the longest first."""
-        return sorted(
-            filter(None, self._contents.values()),
-            key=len,
-            reverse=True,
-        )
+        return sorted(filter(None, self._contents.values()), key=len, reverse=True)
 
     def _cut(self, text: str) -> Iterator[str]:
         """The text cut after the first character of every control token that is spelled out in it."""

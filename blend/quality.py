@@ -46,12 +46,7 @@ class Signals(NamedTuple):
     stale: float
 
 
-def signals_of(
-    logits: torch.Tensor,
-    attention: torch.Tensor,
-    stale: torch.Tensor,
-    recomputed: torch.Tensor,
-) -> Signals:
+def signals_of(logits: torch.Tensor, attention: torch.Tensor, stale: torch.Tensor, recomputed: torch.Tensor) -> Signals:
     """The signals for one choice of rows.
 
     Args:
@@ -153,13 +148,7 @@ class Estimator:
 
     def to_bytes(self) -> bytes:
         """Write an artifact of the store."""
-        document = {
-            "version": VERSION,
-            "ratios": RATIOS,
-            "signals": self.signals,
-            "kl": self.kl,
-            "flips": self.flips,
-        }
+        document = {"version": VERSION, "ratios": RATIOS, "signals": self.signals, "kl": self.kl, "flips": self.flips}
         return json.dumps(document).encode()
 
     @classmethod
@@ -247,11 +236,7 @@ class _Fit(NamedTuple):
     most: float
 
     @classmethod
-    def of(
-        cls,
-        features: _Array,
-        kl: _Array,
-    ) -> _Fit:
+    def of(cls, features: _Array, kl: _Array) -> _Fit:
         """Fit to features `[..., features]` and the KL there `[...]`."""
         matrix = features.reshape(-1, features.shape[-1])
         logarithms = np.log(kl.ravel() + _FLOOR)
@@ -288,11 +273,7 @@ class Target:
     limit: float
 
     @classmethod
-    def of(
-        cls,
-        quality: Quality,
-        estimator: Estimator,
-    ) -> Target:
+    def of(cls, quality: Quality, estimator: Estimator) -> Target:
         """Choose the limit for this quality."""
         return cls(quality, estimator, estimator.limit(quality))
 

@@ -71,11 +71,6 @@ class Sampling:
             _require(f"logit_bias of token {token}", bias, *LOGIT_BIAS)
 
 
-def _require(
-    name: str,
-    value: float | None,
-    low: float,
-    high: float,
-) -> None:
+def _require(name: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:  # also refuses NaN
         raise ConfigError(f"{name} is {value}; give a number from {low} to {high:,}")

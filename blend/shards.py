@@ -49,13 +49,7 @@ class RayWorker:
         if self.library is None:
             rag = Rag(**self.recipe)
             config = rag.corpus_config
-            self.library = ChunkLibrary(
-                rag.decoder,
-                rag.store,
-                self.prefix,
-                config.batch_tokens,
-                corpus=config.name,
-            )
+            self.library = ChunkLibrary(rag.decoder, rag.store, self.prefix, config.batch_tokens, corpus=config.name)
         return _namespaces(self.library)
 
     def compute(self, variants: Sequence[CacheKey]) -> int:
@@ -74,13 +68,7 @@ class RayCluster(NamedTuple):
     workers: int
     resources: dict[str, float]
 
-    def precompute(
-        self,
-        rag: Rag,
-        library: ChunkLibrary,
-        missing: Sequence[CacheKey],
-        progress: Progress,
-    ) -> int:
+    def precompute(self, rag: Rag, library: ChunkLibrary, missing: Sequence[CacheKey], progress: Progress) -> int:
         """Compute and store caches on the workers; returns their tokens. Raises what a worker raises, and `WorkersError`."""
         shares = self._shares(library, missing)
         progress("encode", 0, _tokens(missing))
@@ -106,13 +94,7 @@ class RayCluster(NamedTuple):
             shares.setdefault(share, []).append(variant)
         return [shares[share] for share in sorted(shares)]
 
-    def _run(
-        self,
-        workers: list[Any],
-        shares: list[list[CacheKey]],
-        library: ChunkLibrary,
-        progress: Progress,
-    ) -> int:
+    def _run(self, workers: list[Any], shares: list[list[CacheKey]], library: ChunkLibrary, progress: Progress) -> int:
         """Hand every idle worker the next share until all are done."""
         from ray.util import ActorPool
 
@@ -163,12 +145,7 @@ class RayCluster(NamedTuple):
 
 
 @contextmanager
-def ray_cluster(
-    address: str,
-    workers: int | None,
-    *,
-    on_gpu: bool,
-) -> Iterator[RayCluster]:
+def ray_cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[RayCluster]:
     """Connect to the Ray cluster at `address`; if that and $RAY_ADDRESS are empty, start one on this machine.
 
     workers: by default one for every GPU, or one for every machine if there are none or `on_gpu` is false. Raises
@@ -210,12 +187,7 @@ def _require_listener(address: str) -> None:
         raise ConfigError(f"no Ray cluster answers at {address} ({error}); see `ray status` on its head node") from None
 
 
-def _cluster_of(
-    ray: Any,
-    address: str,
-    workers: int | None,
-    on_gpu: bool,
-) -> RayCluster:
+def _cluster_of(ray: Any, address: str, workers: int | None, on_gpu: bool) -> RayCluster:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     gpus = int(sum(node.get("GPU", 0) for node in nodes)) if on_gpu else 0
     count = workers or gpus or len(nodes) or 1

@@ -376,13 +376,7 @@ class ChunkCache:
         keys = tuple(layer[:, start:stop] for layer in self.keys)
         values = tuple(layer[:, start:stop] for layer in self.values)
         states = self.states if stop == self.tokens else ()
-        return ChunkCache(
-            keys,
-            values,
-            self.start + start,
-            self.unrotated,
-            states=states,
-        )
+        return ChunkCache(keys, values, self.start + start, self.unrotated, states=states)
 
 
 @dataclass(frozen=True)

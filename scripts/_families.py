@@ -14,17 +14,7 @@ from _results import say
 from blend.weights.catalog import FamilyResult
 
 sys.path.append(str(ROOT / "tests"))
-from models import (  # type: ignore[import-not-found]
-    CORE,
-    HEAD_DIM,
-    HYBRIDS,
-    LAYERS,
-    VOCABULARY,
-    WIDE,
-    WINDOW,
-    Family,
-    build,
-)
+from models import CORE, HEAD_DIM, HYBRIDS, LAYERS, VOCABULARY, WIDE, WINDOW, Family, build  # type: ignore[import-not-found]
 
 if TYPE_CHECKING:
     import torch

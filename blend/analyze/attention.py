@@ -48,11 +48,7 @@ class Segments:
         member = torch.nn.functional.one_hot(owner, len(self.spans))
         return weights @ member.to(weights.dtype)
 
-    def to_other_chunks(
-        self,
-        by_segment: ndarray,
-        rows: ndarray,
-    ) -> ndarray:
+    def to_other_chunks(self, by_segment: ndarray, rows: ndarray) -> ndarray:
         """Sum what each row of `[..., rows, segments]` gives to chunks other than its own, `[..., rows]`; 0 outside chunks."""
         owner = self.owner[rows]
         inside = (owner > 0) & (owner < len(self.spans) - 1)
@@ -80,13 +76,7 @@ class Tile(NamedTuple):
     visible: Tensor
 
 
-def tiles(
-    call: AttentionCall,
-    *,
-    multiple: int = 1,
-    first: int = 0,
-    most: int = MOST_WEIGHTS,
-) -> Iterator[Tile]:
+def tiles(call: AttentionCall, *, multiple: int = 1, first: int = 0, most: int = MOST_WEIGHTS) -> Iterator[Tile]:
     """The weights of a call of batch 1 in its exact mask, as softmax of the scaled, capped scores.
 
     A layer's window is honoured; a model's learned attention sinks are not part of the weights.
@@ -104,11 +94,7 @@ def tiles(
         yield _tile(call, start, min(start + step, rows))
 
 
-def _tile(
-    call: AttentionCall,
-    start: int,
-    stop: int,
-) -> Tile:
+def _tile(call: AttentionCall, start: int, stop: int) -> Tile:
     last = call.positions[start:stop]
     keys = int(last[-1]) + 1
     scores = _scores(call, start, stop, keys)
@@ -123,12 +109,7 @@ def _tile(
     return Tile(start, stop, weights, visible)
 
 
-def _scores(
-    call: AttentionCall,
-    start: int,
-    stop: int,
-    keys: int,
-) -> Tensor:
+def _scores(call: AttentionCall, start: int, stop: int, keys: int) -> Tensor:
     """Scaled and capped scores, `[heads, rows, keys]`; query heads of one group share a KV head."""
     query = call.query[0, :, start:stop].float()
     key = call.key[0, :, :keys].float()
@@ -193,11 +174,7 @@ def cell_width(rows: int, most: int) -> int:
     return max(1, -(-rows // most))
 
 
-def pool_cells(
-    cells: Tensor,
-    tile: Tile,
-    width: int,
-) -> None:
+def pool_cells(cells: Tensor, tile: Tile, width: int) -> None:
     """Note the largest weights of a tile in `[heads, cells, cells]`; tiles must start at multiples of `width` rows."""
     heads, rows, keys = tile.weights.shape
     padding = (0, -keys % width, 0, -rows % width)
@@ -228,13 +205,7 @@ class LayerAttention:
     picture: HeadMap
 
 
-def observe_layer(
-    call: AttentionCall,
-    segments: Segments,
-    *,
-    width: int,
-    head: int | None = None,
-) -> LayerAttention:
+def observe_layer(call: AttentionCall, segments: Segments, *, width: int, head: int | None = None) -> LayerAttention:
     """Go once over the tiles of a call with all rows of the prompt.
 
     width: tokens a side of a cell of the picture. head: which one to draw; None takes the head that gives most to other chunks.
@@ -279,11 +250,7 @@ def observe_rows(call: AttentionCall, segments: Segments) -> ndarray:
     return np.concatenate(means)
 
 
-def total_variation(
-    exact: AttentionCall,
-    method: AttentionCall,
-    rows: int,
-) -> ndarray:
+def total_variation(exact: AttentionCall, method: AttentionCall, rows: int) -> ndarray:
     """Half the L1 distance between two distributions over keys, mean over the last `rows` rows, `[heads]`; from 0 to 1."""
     distance = np.zeros(exact.query.shape[1])
     exact_tiles = tiles(exact, first=exact.query.shape[2] - rows)

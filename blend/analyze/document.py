@@ -62,11 +62,7 @@ class Analyzed:
     view: Mapping[str, object] | None
 
 
-def analysis_document(
-    prompts: Sequence[Analyzed],
-    info: RunInfo,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
+def analysis_document(prompts: Sequence[Analyzed], info: RunInfo, notes: Sequence[str] = ()) -> dict[str, Any]:
     """JSON value of an analysis, without NaN or infinity, numbers rounded to five digits.
 
     notes: lines that a reader must know, such as records left out.
@@ -142,11 +138,7 @@ _RANKED_BY = {"hkvd": "check", "query_guided": "question", "mixed": "both"}
 
 
 def prompt_document(
-    analysis: PromptAnalysis,
-    config: BlendConfig,
-    identity: Mapping[str, str],
-    *,
-    pictures: bool,
+    analysis: PromptAnalysis, config: BlendConfig, identity: Mapping[str, str], *, pictures: bool
 ) -> dict[str, object]:
     """JSON value of one prompt.
 

@@ -126,12 +126,7 @@ def mean_defined(stacked: ndarray) -> ndarray:
     return divide(np.nansum(stacked, 0), (~np.isnan(stacked)).sum(0))
 
 
-def divide(
-    total: ndarray,
-    count: ndarray,
-    *,
-    otherwise: float = math.nan,
-) -> ndarray:
+def divide(total: ndarray, count: ndarray, *, otherwise: float = math.nan) -> ndarray:
     """The quotient; `otherwise` where `count` is not above 0."""
     out = np.full(np.broadcast_shapes(total.shape, count.shape), otherwise)
     quotient: ndarray = np.divide(total, count, out=out, where=count > 0)
@@ -227,11 +222,7 @@ def bin_names(edges: Sequence[int]) -> tuple[str, ...]:
     return (*names, f"{edges[-1]}+")
 
 
-def _count(
-    bin_of_row: ndarray,
-    high: ndarray,
-    bins: int,
-) -> ndarray:
+def _count(bin_of_row: ndarray, high: ndarray, bins: int) -> ndarray:
     """`[bins, 2]`: rows in all, and the high ones, which `high` names."""
     rows = np.bincount(bin_of_row, minlength=bins)
     high_rows = np.bincount(bin_of_row[high], minlength=bins)

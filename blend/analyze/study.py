@@ -11,14 +11,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from blend.analyze.attention import (
-    LayerAttention,
-    Segments,
-    cell_width,
-    observe_layer,
-    observe_rows,
-    total_variation,
-)
+from blend.analyze.attention import LayerAttention, Segments, cell_width, observe_layer, observe_rows, total_variation
 from blend.chunks.assemble import assemble
 from blend.chunks.opened import open_chunks
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
@@ -122,11 +115,7 @@ class PromptAnalysis:
 
 @torch.inference_mode()
 def analyze_prompt(
-    blender: Blender,
-    layout: PromptLayout,
-    *,
-    head: int | None = None,
-    cells: int = 256,
+    blender: Blender, layout: PromptLayout, *, head: int | None = None, cells: int = 256
 ) -> PromptAnalysis:
     """Run a prompt under full recompute, plain reuse and the blender's configuration, and compare them.
 
@@ -182,12 +171,7 @@ def analyze_prompt(
     )
 
 
-def _check(
-    decoder: Decoder,
-    layout: PromptLayout,
-    mask: str,
-    head: int | None,
-) -> None:
+def _check(decoder: Decoder, layout: PromptLayout, mask: str, head: int | None) -> None:
     if decoder.recurrent:
         raise UnsupportedModelError(f"{decoder.name} has recurrent layers, which the analysis cannot show yet")
     if not layout.context.length:
@@ -201,11 +185,7 @@ def _check(
 
 
 def _stored(
-    blender: Blender,
-    layout: PromptLayout,
-    *,
-    contextual: bool,
-    corrected: bool = False,
+    blender: Blender, layout: PromptLayout, *, contextual: bool, corrected: bool = False
 ) -> tuple[BlendedCache, bool]:
     """The stored chunks at the prompt's positions, nothing recomputed, and whether a KV correction was added."""
     library = blender.library(layout.kept_behind)
@@ -219,12 +199,7 @@ def _stored(
     return assembly.cache, bool(assembly.gains)
 
 
-def _watch(
-    decoder: Decoder,
-    layout: PromptLayout,
-    rows: Tensor,
-    cache: BlendedCache,
-) -> list[AttentionCall]:
+def _watch(decoder: Decoder, layout: PromptLayout, rows: Tensor, cache: BlendedCache) -> list[AttentionCall]:
     """The attention of rows over a cache, layer by layer; their KV is written. The calls hold views of the cache, not copies.
 
     Rows of a finished blend compute what they computed in it, because all that they read is in the cache.
@@ -256,11 +231,7 @@ def _exchange(
 
 
 def row_scores(
-    decoder: Decoder,
-    config: BlendConfig,
-    layout: PromptLayout,
-    stored: BlendedCache,
-    exact: BlendedCache,
+    decoder: Decoder, config: BlendConfig, layout: PromptLayout, stored: BlendedCache, exact: BlendedCache
 ) -> RowScores:
     """Score the context rows. Writes the suffix rows of `stored`.
 
@@ -292,26 +263,17 @@ def _array(values: Tensor) -> ndarray:
     return array
 
 
-def measure_deviation(
-    cache: BlendedCache,
-    exact: BlendedCache,
-    context: Span,
-) -> KVDeviation:
+def measure_deviation(cache: BlendedCache, exact: BlendedCache, context: Span) -> KVDeviation:
     """Compare the context rows of two caches of one prompt, layer by layer, in fp32 or better."""
     layers = range(len(exact.layers))
     keys, values = zip(*map(cache.view, layers), strict=True)
     exact_keys, exact_values = zip(*map(exact.view, layers), strict=True)
     return KVDeviation(
-        keys=_deviation(keys, exact_keys, slice(*context)),
-        values=_deviation(values, exact_values, slice(*context)),
+        keys=_deviation(keys, exact_keys, slice(*context)), values=_deviation(values, exact_values, slice(*context))
     )
 
 
-def _deviation(
-    layers: Sequence[Tensor],
-    exact: Sequence[Tensor],
-    rows: slice,
-) -> Deviation:
+def _deviation(layers: Sequence[Tensor], exact: Sequence[Tensor], rows: slice) -> Deviation:
     """Keys or values against those of full recompute, layer by layer."""
     squared = []
     size = []

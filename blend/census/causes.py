@@ -53,10 +53,7 @@ _KINDS = {
     "passages": ("passages come in another order or choice in {text}", _BLENDING_FINDS_IT),
     "again": ("{text} comes again behind other text, unchanged", _BLENDING_FINDS_IT),
     "again_edited": ("{text} comes again after an edit", _BLENDING_FINDS_IT),
-    "evicted": (
-        "a known prefix has left the cache",
-        "a larger cache, or requests of one conversation closer together",
-    ),
+    "evicted": ("a known prefix has left the cache", "a larger cache, or requests of one conversation closer together"),
 }
 
 
@@ -107,11 +104,7 @@ class Causes:
     def __init__(self) -> None:
         self._causes: dict[CauseName, Cause] = {}
 
-    def add(
-        self,
-        loss: Loss,
-        place: str,
-    ) -> None:
+    def add(self, loss: Loss, place: str) -> None:
         """Count a loss of the request at this place of a log."""
         if loss.name not in self._causes:
             self._causes[loss.name] = Cause(loss.name, place, *_example(loss.old, loss.new))
@@ -135,11 +128,7 @@ def losses(match: Match) -> Iterator[Loss]:
             yield _repeated(match, number, tokens)
 
 
-def _from_difference(
-    match: Match,
-    earlier: Earlier,
-    lost: list[int],
-) -> Iterator[Loss]:
+def _from_difference(match: Match, earlier: Earlier, lost: list[int]) -> Iterator[Loss]:
     """The loss by the first difference to an earlier request; its tokens are taken out of `lost`."""
     texts = [part.text for part in match.parts]
     first = common_length(texts, earlier.texts)
@@ -162,11 +151,7 @@ def _from_difference(
     yield loss._replace(tokens=tokens)
 
 
-def _kind(
-    match: Match,
-    earlier: Earlier,
-    first: int,
-) -> str:
+def _kind(match: Match, earlier: Earlier, first: int) -> str:
     """What has happened to an earlier request from its text number `first` on."""
     texts = [part.text for part in match.parts]
     before = earlier.texts[first:]
@@ -192,11 +177,7 @@ def _kind(
     return "edited" if part.role == earlier.roles[first] else "inserted"
 
 
-def _repeated(
-    match: Match,
-    number: int,
-    tokens: int,
-) -> Loss:
+def _repeated(match: Match, number: int, tokens: int) -> Loss:
     """The loss by a text that stands behind another text than before."""
     part = match.parts[number]
     edit = match.edited.get(number)
@@ -208,11 +189,7 @@ def _repeated(
     return Loss(CauseName("again_edited", part.role), tokens, old, new)
 
 
-def _changed(
-    role: str,
-    before: str,
-    text: str,
-) -> Loss:
+def _changed(role: str, before: str, text: str) -> Loss:
     """What has changed in a text: a value, or the text itself."""
     old_line, new_line, number = _differing_lines(before, text)
     line = number if role == "system" else 0

@@ -56,12 +56,7 @@ class Census:
 
     """
 
-    def __init__(
-        self,
-        tokenize: Tokenize,
-        budget: int,
-        cache_tokens: int,
-    ) -> None:
+    def __init__(self, tokenize: Tokenize, budget: int, cache_tokens: int) -> None:
         self.requests = 0
         self.by_role: NDArray[np.int64] = np.zeros((len(ROLES), len(CLASSES)), np.int64)
         self.ways: dict[str, Computed] = defaultdict(Computed)
@@ -94,11 +89,7 @@ class Census:
         new = {part.text: part.ids for part in parts if not part.is_known}
         self.memory.add(Earlier(self.requests, request.source, roles, texts), new)
 
-    def _count(
-        self,
-        request: LoggedRequest,
-        compared: Match,
-    ) -> None:
+    def _count(self, request: LoggedRequest, compared: Match) -> None:
         numbers = [ROLES.index(part.role) for part in compared.parts]
         cells = np.repeat(numbers, np.diff(compared.starts)) * len(CLASSES) + compared.classes
         table = np.bincount(cells, minlength=self.by_role.size).reshape(self.by_role.shape)
@@ -107,11 +98,7 @@ class Census:
             tokens = tuple(table.sum(axis=0).tolist())
             self.listed.append(ListedRequest(request.place, request.source, tokens))
 
-    def _count_ways(
-        self,
-        compared: Match,
-        hits: Sequence[int],
-    ) -> None:
+    def _count_ways(self, compared: Match, hits: Sequence[int]) -> None:
         small, large = self._caches
         hit = min(hits[0], compared.tokens - 1)
         blended = blendable(compared.classes, hit)
@@ -126,13 +113,7 @@ class Census:
             total = self.ways[name]
             self.ways[name] = Computed(total.rows + computed.rows, total.pairs + computed.pairs)
 
-    def _count_causes(
-        self,
-        request: LoggedRequest,
-        compared: Match,
-        hit: int,
-        earlier: Earlier | None,
-    ) -> None:
+    def _count_causes(self, request: LoggedRequest, compared: Match, hit: int, earlier: Earlier | None) -> None:
         for loss in losses(compared):
             self.causes.add(loss, request.place)
         evicted = compared.prefix - hit
@@ -160,12 +141,7 @@ def _behind(tokens: int, prefix: int) -> Computed:
     return Computed(tokens - first, of_all - of_prefix)
 
 
-def _blended(
-    tokens: int,
-    hit: int,
-    blended: int,
-    ratio: float,
-) -> Computed:
+def _blended(tokens: int, hit: int, blended: int, ratio: float) -> Computed:
     """The same, without the rows that blending takes from caches. They lie anywhere behind the prefix."""
     computed = _behind(tokens, hit)
     spared = blended * (1 - ratio)

@@ -65,11 +65,7 @@ class Match(NamedTuple):
         return int(np.count_nonzero(classes == SHIFTED))
 
 
-def parts_of(
-    segments: Iterable[Segment],
-    memory: TextMemory,
-    tokenize: Tokenize,
-) -> Iterator[PromptText]:
+def parts_of(segments: Iterable[Segment], memory: TextMemory, tokenize: Tokenize) -> Iterator[PromptText]:
     """The texts of a request with their token ids; a known text is not tokenized again."""
     for role, text in segments:
         entry = memory.known(text)
@@ -79,13 +75,7 @@ def parts_of(
             yield PromptText(role, entry.text, memory.index.tokens(text), True)
 
 
-def match(
-    parts: Sequence[PromptText],
-    source: str,
-    memory: TextMemory,
-    prefix: int,
-    prefix_of: int | None,
-) -> Match:
+def match(parts: Sequence[PromptText], source: str, memory: TextMemory, prefix: int, prefix_of: int | None) -> Match:
     """Compare a prompt with earlier requests.
 
     Args:
@@ -130,11 +120,7 @@ def _mark_gaps(classes: Classes, is_known: Flags) -> None:
         before[before == NEW] = NEAR
 
 
-def _candidates(
-    parts: Sequence[PromptText],
-    memory: TextMemory,
-    prefix_of: int | None,
-) -> list[Earlier]:
+def _candidates(parts: Sequence[PromptText], memory: TextMemory, prefix_of: int | None) -> list[Earlier]:
     """Earlier requests that this one may go on from: with its prefix, its first and last texts, or its longest one."""
     entries = [(len(part.ids), entry) for part in parts if (entry := memory.known(part.text)) is not None]
     longest = sorted(entries, key=lambda entry: entry[0])[-1:]
@@ -142,11 +128,7 @@ def _candidates(
     return [request for number in numbers if (request := memory.request(number)) is not None]
 
 
-def _common_tokens(
-    parts: Sequence[PromptText],
-    earlier: Earlier,
-    memory: TextMemory,
-) -> int:
+def _common_tokens(parts: Sequence[PromptText], earlier: Earlier, memory: TextMemory) -> int:
     """Tokens that both requests begin with."""
     tokens = 0
     for part, text in zip(parts, earlier.texts, strict=False):
@@ -159,11 +141,7 @@ def _common_tokens(
     return tokens
 
 
-def _most_alike(
-    parts: Sequence[PromptText],
-    source: str,
-    earlier: Iterable[Earlier],
-) -> Earlier | None:
+def _most_alike(parts: Sequence[PromptText], source: str, earlier: Iterable[Earlier]) -> Earlier | None:
     """The request of the same session with most tokens of the same texts, else of any; of several the latest one."""
 
     def likeness(request: Earlier) -> tuple[bool, int, int]:

@@ -69,11 +69,7 @@ class TextMemory:
         """An earlier request, or None if it is forgotten."""
         return None if number is None else self._requests.get(number)
 
-    def add(
-        self,
-        request: Earlier,
-        new: Mapping[str, Ids],
-    ) -> None:
+    def add(self, request: Earlier, new: Mapping[str, Ids]) -> None:
         """Remember a request. new: the token ids of those of its texts that are unknown."""
         for text in request.texts:
             if text not in self._texts:
@@ -137,11 +133,7 @@ class ExactPrefixes:
             blocks += 1
         return blocks * BLOCK, number
 
-    def use(
-        self,
-        hashes: Sequence[int],
-        number: int,
-    ) -> None:
+    def use(self, hashes: Sequence[int], number: int) -> None:
         """Cache a prompt's blocks. The last block leaves first."""
         for prefix in reversed(hashes):
             self._blocks[prefix] = number

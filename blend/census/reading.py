@@ -19,13 +19,7 @@ _LONGEST_NAME = 80
 _WRAPPERS = ("body", "request", "params", "input", "payload", "data", "json", "kwargs", "record")
 _REPLIES = ("response", "output", "completion", "body", "message")
 _SESSIONS = ("session_id", "session", "conversation_id", "thread_id", "user", "user_id", "prompt_cache_key")
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+_ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool", "function": "tool"}
 ROLES = ("system", "tools", "user", "assistant", "tool")
 """Of texts: "tools" is of the descriptions of tools, "tool" of their results."""
 
@@ -69,11 +63,7 @@ class LogReader:
         self.skipped = 0
         self.named: list[str] = []
 
-    def read(
-        self,
-        name: str,
-        stream: BufferedReader,
-    ) -> Iterator[LoggedRequest]:
+    def read(self, name: str, stream: BufferedReader) -> Iterator[LoggedRequest]:
         """The requests of a log of this name."""
         packed = stream.peek(2)[:2] == _MAGIC
         source: Any = gzip.GzipFile(fileobj=stream) if packed else stream
@@ -93,11 +83,7 @@ class LogReader:
             self.named.append(reason)
 
 
-def _request(
-    name: str,
-    place: str,
-    line: bytes,
-) -> LoggedRequest | str:
+def _request(name: str, place: str, line: bytes) -> LoggedRequest | str:
     """A line's request, or why it holds none."""
     record = _parsed(line)
     if record is None:

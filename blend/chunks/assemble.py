@@ -56,27 +56,11 @@ class Placement:
         corrections: Sequence[KVCorrection | None],
     ) -> None:
         self._backend = decoder.placing
-        start = np.fromiter(
-            map(attrgetter("start"), chunks),
-            np.int64,
-            len(chunks),
-        )
-        absolute = np.fromiter(
-            map(attrgetter("unrotated"), chunks),
-            bool,
-            len(chunks),
-        )
+        start = np.fromiter(map(attrgetter("start"), chunks), np.int64, len(chunks))
+        absolute = np.fromiter(map(attrgetter("unrotated"), chunks), bool, len(chunks))
         kvs = list(map(attrgetter("near"), chunks))
         moved = rows.at - start - rows.first
-        self.table = PlacingTable(
-            kvs,
-            rows.first,
-            rows.at,
-            rows.rows,
-            moved,
-            absolute,
-            decoder.device,
-        )
+        self.table = PlacingTable(kvs, rows.first, rows.at, rows.rows, moved, absolute, decoder.device)
         positions = torch.from_numpy(rows.each(rows.at))
         self._positions = positions.to(decoder.device, non_blocking=True)
         self.gains: list[PromptGain] = []
@@ -93,13 +77,7 @@ class Placement:
         at = torch.searchsorted(self._positions, rows).clamp_max(last)
         return at, self._positions[at] == rows
 
-    def place(
-        self,
-        start: int,
-        stop: int,
-        cache: BlendedCache,
-        rotation: LayerRotation,
-    ) -> None:
+    def place(self, start: int, stop: int, cache: BlendedCache, rotation: LayerRotation) -> None:
         """Write layers `start ... stop - 1`, which are alike."""
         gains = [gain for each in self.gains if (gain := each.layers(start, stop)) is not None]
         gain = sum(gains[1:], gains[0]) if gains else None
@@ -107,15 +85,7 @@ class Placement:
         if stop - start == 1:
             gain = None if gain is None else gain[0]
             kv = (kv[0][0], kv[1][0])
-        place_layer(
-            self.table,
-            start,
-            *kv,
-            rotation.keys,
-            rotation.values,
-            gain=gain,
-            backend=self._backend,
-        )
+        place_layer(self.table, start, *kv, rotation.keys, rotation.values, gain=gain, backend=self._backend)
 
 
 class Assembly:
@@ -248,12 +218,7 @@ class Assembly:
         recurrent = self._decoder.recurrent.get(index)
         if recurrent is None:
             return
-        places = zip(
-            self._layout.places,
-            self._layout.chunk_spans,
-            self._chunks,
-            strict=True,
-        )
+        places = zip(self._layout.places, self._layout.chunk_spans, self._chunks, strict=True)
         for place, span, chunk in places:
             if chunk is None or not span.length or chunk.lead >= chunk.tokens:
                 continue

@@ -105,11 +105,7 @@ class LayerCorrection:
         return self.position[list(PLACE_FEATURES)]
 
 
-def shares(
-    distance: Tensor,
-    norms: Sequence[Tensor],
-    most: Sequence[float | Tensor],
-) -> Tensor:
+def shares(distance: Tensor, norms: Sequence[Tensor], most: Sequence[float | Tensor]) -> Tensor:
     """The share of its predicted gain that each row gets, `[rows]`.
 
     distance: from the fitted rows, relative to the farthest. A row up to 1 gets all, one at 2 gets nothing. norms: of the
@@ -166,12 +162,7 @@ class KVCorrection:
             depth = int(tensors["layers"])
             layers = tuple(_layer_of(tensors, index) for index in range(depth))
             provisional = bool(tensors.get("provisional", False))  # earlier versions stored none
-            return cls(
-                layers,
-                int(tensors["before"]),
-                int(tensors["length"]),
-                provisional,
-            )
+            return cls(layers, int(tensors["before"]), int(tensors["length"]), provisional)
         except (SafetensorError, KeyError, IndexError, RuntimeError, TypeError) as error:
             raise ValueError(f"it is no KV correction ({first_line(error)})") from None
 
@@ -204,23 +195,10 @@ def _layer_of(tensors: Mapping[str, Tensor], index: int) -> LayerCorrection | No
     are_finite = all(bool(factor.isfinite().all()) for factor in (*factors, torch.tensor(bounds)))
     if not are_finite or scale.min() <= 0 or min(bounds) < 0 or bounds.reach == 0:
         raise ValueError(f"layer {index} of the KV correction has impossible numbers")
-    return LayerCorrection(
-        centre,
-        scale,
-        down,
-        up,
-        gauge,
-        bounds,
-        int(tensors[f"{index}.keys"]),
-    )
+    return LayerCorrection(centre, scale, down, up, gauge, bounds, int(tensors[f"{index}.keys"]))
 
 
-def position_features(
-    layout: PromptLayout,
-    rows: Tensor,
-    before: float = math.inf,
-    length: float = math.inf,
-) -> Tensor:
+def position_features(layout: PromptLayout, rows: Tensor, before: float = math.inf, length: float = math.inf) -> Tensor:
     """The position features of context rows of whole chunks, fp32 `[rows, POSITION_FEATURES]`.
 
     before, length: limits for the tokens before a chunk and in a chunk.
@@ -249,12 +227,7 @@ def row_features(local: Tensor, length: float = math.inf) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def place_features(
-    ahead: Tensor,
-    local: Tensor,
-    before: float,
-    length: float,
-) -> Tensor:
+def place_features(ahead: Tensor, local: Tensor, before: float, length: float) -> Tensor:
     """Features of where rows stand in a prompt, `[rows, 2]`.
 
     The log ratio of the row's context to its context alone, and the log of the tokens between prefix and chunk.
@@ -273,12 +246,7 @@ def place_features(
     return torch.stack((context_ratio.log(), tokens_ahead), dim=1)
 
 
-def rows_of(
-    keys: Tensor,
-    values: Tensor,
-    rotation: LayerRotation,
-    rows: Tensor,
-) -> Tensor:
+def rows_of(keys: Tensor, values: Tensor, rotation: LayerRotation, rows: Tensor) -> Tensor:
     """KV `[n, kv_heads, rows, head_dim]` each, positions taken out, as fp32 `[n, rows, inputs]`."""
     flat = []
     for turn, states in ((rotation.keys, keys), (rotation.values, values)):

@@ -49,12 +49,7 @@ class ChunkEncoder:
     """
 
     def __init__(
-        self,
-        decoder: RowDecoder,
-        prefix: Sequence[int],
-        batch_tokens: int = BATCH_TOKENS,
-        *,
-        corpus: str = "",
+        self, decoder: RowDecoder, prefix: Sequence[int], batch_tokens: int = BATCH_TOKENS, *, corpus: str = ""
     ) -> None:
         self.decoder = decoder
         self.prefix_tokens = tuple(prefix)
@@ -197,12 +192,7 @@ def put_states(decoder: RowDecoder, beginning: ChunkCache, cache: BlendedCache) 
         carried.mark()
 
 
-def _cut(
-    cache: BlendedCache,
-    row: int,
-    start: int,
-    length: int,
-) -> ChunkCache:
+def _cut(cache: BlendedCache, row: int, start: int, length: int) -> ChunkCache:
     """Own copies of one batch row's `length` tokens."""
     span = slice(start, start + length)
     keys = tuple(layer.keys[row, :, span].clone() for layer in cache.layers)
@@ -210,10 +200,7 @@ def _cut(
     return ChunkCache(keys, values, start)
 
 
-def without_positions(
-    cache: ChunkCache,
-    rotations: Sequence[LayerRotation],
-) -> ChunkCache:
+def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> ChunkCache:
     """The same cache with positions taken out of all that is rotated, float32. rotations: of the decoder it is of."""
     device = cache.keys[0].device
     positions = torch.arange(cache.start, cache.start + cache.tokens, device=device)
@@ -225,12 +212,7 @@ def without_positions(
 
     keys = map(rotated_back, cache.keys, [rotation.keys for rotation in rotations])
     values = map(rotated_back, cache.values, [rotation.values for rotation in rotations])
-    return replace(
-        cache,
-        keys=tuple(keys),
-        values=tuple(values),
-        unrotated=True,
-    )
+    return replace(cache, keys=tuple(keys), values=tuple(values), unrotated=True)
 
 
 def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:

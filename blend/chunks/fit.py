@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from blend.chunks.assemble import assemble
-from blend.chunks.correction import (
-    POSITION_FEATURES,
-    Bounds,
-    KVCorrection,
-    LayerCorrection,
-    position_features,
-    rows_of,
-)
+from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, LayerCorrection, position_features, rows_of
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.opened import caches_of
 from blend.chunks.regression import RANK, LayerRows, fit_layer
@@ -46,10 +39,7 @@ MOST_PROMPTS = 32
 
 
 def fit_corrections(
-    library: ChunkLibrary,
-    chunks: Sequence[Sequence[int]],
-    kinds: Sequence[CacheKind],
-    progress: Progress = no_progress,
+    library: ChunkLibrary, chunks: Sequence[Sequence[int]], kinds: Sequence[CacheKind], progress: Progress = no_progress
 ) -> list[KVCorrection | None]:
     """Fit a map for each kind of caches, on the same prompts made of these chunks.
 
@@ -89,23 +79,13 @@ class _CalibrationRows:
         self._prompts = prompts
         self._prompt_layers = defaultdict[CacheKind | None, list[Sequence[Tensor]]](list)
 
-    def add(
-        self,
-        kind: CacheKind | None,
-        cache: BlendedCache,
-        layout: PromptLayout,
-    ) -> None:
+    def add(self, kind: CacheKind | None, cache: BlendedCache, layout: PromptLayout) -> None:
         """Copy a prompt's rows of every layer, positions taken out. kind: of its chunk caches; None for full prefill."""
         rows = _rows_behind(layout, self._decoder.device)
         layers = []
         for index, rotation in enumerate(self._decoder.rotations):
             keys, values = cache.view(index)
-            unrotated = rows_of(
-                keys[:, :, rows],
-                values[:, :, rows],
-                rotation,
-                rows,
-            )
+            unrotated = rows_of(keys[:, :, rows], values[:, :, rows], rotation, rows)
             layers.append(unrotated[0].cpu())
         self._prompt_layers[kind].append(cpu.copies(layers))
 
@@ -114,11 +94,7 @@ class _CalibrationRows:
         rows_of_prompts = [layers[index] for layers in self._prompt_layers[kind]]
         return torch.cat(rows_of_prompts).to(self._decoder.device)
 
-    def solve(
-        self,
-        kind: CacheKind,
-        eligible: Collection[Tokens],
-    ) -> KVCorrection | None:
+    def solve(self, kind: CacheKind, eligible: Collection[Tokens]) -> KVCorrection | None:
         """The maps for a kind of caches, or None if none helps in any layer.
 
         eligible: the chunks that have such a cache behind another chunk.
@@ -181,11 +157,7 @@ def deal_prompts(encoder: ChunkEncoder, chunks: Sequence[Tokens]) -> list[Prompt
     return prompts
 
 
-def _taken(
-    queue: list[Tokens],
-    lead: Tokens,
-    limit: int,
-) -> list[Tokens]:
+def _taken(queue: list[Tokens], lead: Tokens, limit: int) -> list[Tokens]:
     """A prompt's chunks: `lead`, the first of the queue, and those after it that fit; they leave the queue."""
     group = [lead, queue.pop(0)]
     tokens = sum(map(len, group))
@@ -199,10 +171,7 @@ def _taken(
     return group
 
 
-def _places(
-    prompts: Sequence[PromptLayout],
-    device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _places(prompts: Sequence[PromptLayout], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Features, group and turn of every row behind a first chunk; see `LayerRows`."""
     group = _groups(prompts)
     turns = Counter[Tokens]()

@@ -81,13 +81,7 @@ class StackedMaps:
         """The gains before `up` among products of a map's factors, of all maps' rank."""
         return pad(products[:, :rank], (0, self.rank - rank))
 
-    def row_part(
-        self,
-        number: int,
-        keys: Tensor,
-        values: Tensor,
-        local: Tensor,
-    ) -> Tensor:
+    def row_part(self, number: int, keys: Tensor, values: Tensor, local: Tensor) -> Tensor:
         """What a map makes of rows alone, `[rows, width]`.
 
         keys, values: `[kv_heads, rows, head_dim]` each, fp32, positions taken out. local: numbers of the rows in their chunks.
@@ -119,12 +113,7 @@ class StackedMaps:
             self._narrow_up[key] = up.to(dtype)
         return self._narrow_up[key]
 
-    def hidden(
-        self,
-        numbers: slice,
-        row_parts: Tensor,
-        features: Tensor,
-    ) -> Tensor:
+    def hidden(self, numbers: slice, row_parts: Tensor, features: Tensor) -> Tensor:
         """Gains before `up`, `[maps, rows, rank]`, limited for rows unlike the fitted ones.
 
         row_parts: `[maps, rows, width]`. features: of the rows' places, `[rows, 2]`.
@@ -133,20 +122,12 @@ class StackedMaps:
         bounds = self._bounds[numbers]
         count = place.shape[0]
         of_rows = row_parts[..., : self.rank]
-        hidden = torch.baddbmm(
-            of_rows,
-            features.expand(count, -1, -1),
-            place,
-        )
+        hidden = torch.baddbmm(of_rows, features.expand(count, -1, -1), place)
         first, second = features.unbind(1)
         products = torch.stack((first * first, first * second, second * second), dim=1)
         numbers_of_forms = row_parts[..., self.rank : self._used]
         forms = torch.unflatten(numbers_of_forms, 2, (len(_FORMS), -1))
-        linear = torch.addcmul(
-            forms[..., 1] * first[:, None],
-            forms[..., 2],
-            second[:, None],
-        )
+        linear = torch.addcmul(forms[..., 1] * first[:, None], forms[..., 2], second[:, None])
         square = forms[..., 0] + 2 * linear + products @ self._squares[numbers]
         sizes = square.clamp_min(0).sqrt() / bounds
         keys, values, distance = sizes.unbind(-1)
@@ -167,11 +148,7 @@ def stacked(correction: KVCorrection) -> StackedMaps:
 _FORMS = ("keys", "values", "distance")
 
 
-def _forms(
-    layer: LayerCorrection,
-    products: Tensor,
-    place: Tensor,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _forms(layer: LayerCorrection, products: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """For keys, values and distance: rows x, x G, and the weights of the place's features, where x G x is the squared norm.
 
     products: gains before `up`, then products with the gauge.
@@ -220,13 +197,7 @@ class ChunkRows(NamedTuple):
         firsts = np.array([place.first for place in layout.places], np.int64)
         at = bounds[places]
         count = bounds[places + 1] - at
-        return cls(
-            places,
-            firsts[places],
-            at,
-            count,
-            np.cumsum(count) - count,
-        )
+        return cls(places, firsts[places], at, count, np.cumsum(count) - count)
 
     def only(self, chosen: Integers) -> ChunkRows:
         """Those of some of the chunks."""
@@ -298,11 +269,7 @@ class PromptGain:
         features = place_features(torch.from_numpy(ahead), local, correction.before, correction.length)
         all_features = features.new_zeros(total, 2).index_copy_(0, numbers, features)
         self._features = all_features.to(decoder.device, non_blocking=True)
-        covered = torch.zeros(total, dtype=torch.bool).index_fill_(
-            0,
-            numbers,
-            True,
-        )
+        covered = torch.zeros(total, dtype=torch.bool).index_fill_(0, numbers, True)
         self.covered = covered.to(decoder.device, non_blocking=True)
         self._hidden: dict[int, Tensor] = {}
         self._narrow: Tensor | None = None  # those of all maps in the decoder's dtype
@@ -346,9 +313,7 @@ class PromptGain:
             at_once = max(1, _AT_ONCE // map_numbers)
             numbers = range(number, min(number + at_once, count))
         row_parts = torch.zeros(
-            (len(numbers), self._total, self.maps.width),
-            dtype=torch.float32,
-            device=self._decoder.device,
+            (len(numbers), self._total, self.maps.width), dtype=torch.float32, device=self._decoder.device
         )
         nothing = row_parts.new_empty((0, self._total, 0))
         if self._together:
@@ -356,11 +321,7 @@ class PromptGain:
         else:
             for layer, rows in zip(numbers, row_parts, strict=True):
                 place_layer(self._table, layer, rows[None], nothing, None, None)
-        hidden = self.maps.hidden(
-            slice(numbers.start, numbers.stop),
-            row_parts,
-            self._features,
-        )
+        hidden = self.maps.hidden(slice(numbers.start, numbers.stop), row_parts, self._features)
         if self._together:
             self._narrow = hidden.to(self._decoder.dtype)
         self._hidden |= zip(numbers, hidden, strict=True)
@@ -373,12 +334,7 @@ class PromptGain:
 class _NewRowParts:
     """Computes the row parts of chunks that have none of this correction, layer by layer."""
 
-    def __init__(
-        self,
-        decoder: RowDecoder,
-        correction: KVCorrection,
-        chunks: Sequence[ReadyChunk],
-    ) -> None:
+    def __init__(self, decoder: RowDecoder, correction: KVCorrection, chunks: Sequence[ReadyChunk]) -> None:
         self._decoder = decoder
         self._correction = correction
         self._maps = stacked(correction)
@@ -392,23 +348,11 @@ class _NewRowParts:
             self._prepare([*self.parts])
 
     def _prepare(self, chunks: Sequence[ReadyChunk]) -> None:
-        tokens = np.fromiter(
-            map(attrgetter("tokens"), chunks),
-            np.int64,
-            len(chunks),
-        )
+        tokens = np.fromiter(map(attrgetter("tokens"), chunks), np.int64, len(chunks))
         at = np.cumsum(tokens) - tokens
         still = np.zeros(len(chunks), np.int64)
         kvs = list(map(attrgetter("near"), chunks))
-        self._table = PlacingTable(
-            kvs,
-            still,
-            at,
-            tokens,
-            still,
-            still.astype(bool),
-            self._decoder.device,
-        )
+        self._table = PlacingTable(kvs, still, at, tokens, still, still.astype(bool), self._decoder.device)
         local = counted_up(still, tokens)
         self._local = torch.from_numpy(local).to(self._decoder.device)
         rotated = np.array([not chunk.unrotated for chunk in chunks])
@@ -437,11 +381,7 @@ class _NewRowParts:
         self._computed = number + 1
 
     def _empty_rows(self, heads: int, dim: int) -> Tensor:
-        return torch.empty(
-            (heads, self._table.total_rows, dim),
-            dtype=torch.float32,
-            device=self._decoder.device,
-        )
+        return torch.empty((heads, self._table.total_rows, dim), dtype=torch.float32, device=self._decoder.device)
 
     def keep(self) -> None:
         """Let the chunks keep them, if all are computed."""

@@ -26,17 +26,7 @@ from blend.store.backend import cache_name
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST, encode_entry
 from blend.store.seal import Seal
-from blend.types import (
-    CacheKey,
-    CacheKind,
-    ChunkCache,
-    ChunkKey,
-    Progress,
-    PromptLayout,
-    Tokens,
-    lead_of,
-    no_progress,
-)
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, Progress, PromptLayout, Tokens, lead_of, no_progress
 
 if TYPE_CHECKING:
     from blend.model.row_decoder import RowDecoder
@@ -134,12 +124,7 @@ class ChunkLibrary:
         """The position of the first token of this cache."""
         return len(self.encoder(key.kind).prefix_tokens)
 
-    def variants(
-        self,
-        chunks: Sequence[Tokens],
-        *,
-        contextual: bool = True,
-    ) -> list[CacheKey]:
+    def variants(self, chunks: Sequence[Tokens], *, contextual: bool = True) -> list[CacheKey]:
         """Every cache that these chunks should have, each once: the isolated ones, then the contextual ones if wanted."""
         distinct = list(dict.fromkeys(chunks))
         behind = [chunk for chunk in distinct if contextual and self._has_contextual(chunk)]
@@ -179,11 +164,7 @@ class ChunkLibrary:
         distant = [self.key(key) for key in dict.fromkeys(keys) if key.chunk not in tables[key.kind]]
         self.store.backend.bring([cache_name(key) for key in distant])
 
-    def compute(
-        self,
-        variants: Sequence[CacheKey],
-        progress: Progress = no_progress,
-    ) -> int:
+    def compute(self, variants: Sequence[CacheKey], progress: Progress = no_progress) -> int:
         """Compute these caches and store each at once; the number of their tokens.
 
         progress: of the stage "encode", in tokens.
@@ -217,11 +198,7 @@ class ChunkLibrary:
 
     def words(self, kind: CacheKind) -> dict[str, str]:
         """A description of these caches, for the store."""
-        words = {
-            "model": self.decoder.name,
-            "dtype": self.decoder.kept_as,
-            "prefix_tokens": str(len(self.prefix)),
-        }
+        words = {"model": self.decoder.name, "dtype": self.decoder.kept_as, "prefix_tokens": str(len(self.prefix))}
         if kind is CacheKind.CONTEXTUAL:
             words["contextual"] = "surrogate context"
         return words
@@ -242,13 +219,7 @@ class ChunkLibrary:
             self._entry_bytes[size] = entry.nbytes
         return self._entry_bytes[size]
 
-    def _empty(
-        self,
-        tokens: int,
-        start: int,
-        *,
-        unrotated: bool,
-    ) -> ChunkCache:
+    def _empty(self, tokens: int, start: int, *, unrotated: bool) -> ChunkCache:
         """A cache of so many tokens, all zeros."""
         layers = self.decoder.rotations
         recurrent = self.decoder.recurrent
@@ -269,14 +240,7 @@ class ChunkLibrary:
                 for index, state in recurrent.items():
                     empty[index] = state.empty_operator(dtype)
             operators = tuple(empty)
-        return ChunkCache(
-            keys,
-            values,
-            start,
-            unrotated=unrotated,
-            lead=lead,
-            operators=operators,
-        )
+        return ChunkCache(keys, values, start, unrotated=unrotated, lead=lead, operators=operators)
 
     def most_bytes(self, key: CacheKey) -> int:
         """Most bytes of its entry: 8-byte values, whole groups of tokens, the longest header."""
@@ -291,11 +255,7 @@ class ChunkLibrary:
         tables = {}
         for kind in CacheKind:
             namespace = self.encoder(kind).identity.namespace
-            tables[kind] = self.store.pool.table(
-                self.store,
-                namespace,
-                self.generation,
-            )
+            tables[kind] = self.store.pool.table(self.store, namespace, self.generation)
         return tables
 
     def best(self, chunk: Tokens, *, contextual: bool) -> CacheKey:

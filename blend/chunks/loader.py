@@ -94,11 +94,7 @@ class LayerLoader:
             self._threads.shutdown(cancel_futures=True)
 
     @torch.inference_mode()
-    def _read(
-        self,
-        layer: int,
-        share: Iterable[tuple[ReadyChunk, ChunkReader]],
-    ) -> None:
+    def _read(self, layer: int, share: Iterable[tuple[ReadyChunk, ChunkReader]]) -> None:
         for chunk, reader in share:
             kv = chunk.kv
             if kv.shape.packing != "plain":

@@ -140,12 +140,7 @@ class OpenChunks:
                 self._problems[str(error)] = None
         return chunks
 
-    def _entry(
-        self,
-        key: CacheKey,
-        address: ChunkKey,
-        reader: ChunkReader,
-    ) -> ReadyChunk:
+    def _entry(self, key: CacheKey, address: ChunkKey, reader: ChunkReader) -> ReadyChunk:
         """The chunk of an open entry, to be read. Raises `EntryDamagedError` for one that must not be used."""
         library = self._library
         if wrong := _mismatch(library, key, reader):
@@ -240,12 +235,7 @@ class OpenChunks:
             return
         self.loader.wait_for_all()
         for chunk in self.loader.readers:
-            self._pool.keep(
-                self._library.store,
-                chunk,
-                generation=self._library.generation,
-                lease=self._leases[0],
-            )
+            self._pool.keep(self._library.store, chunk, generation=self._library.generation, lease=self._leases[0])
 
     def count(self) -> None:
         """Count what a prompt used, in memory or read for it, and have it nearer for the next one."""
@@ -276,11 +266,7 @@ class OpenChunks:
 
 
 def open_chunks(
-    library: ChunkLibrary,
-    layout: PromptLayout,
-    *,
-    contextual: bool = True,
-    sound: bool = False,
+    library: ChunkLibrary, layout: PromptLayout, *, contextual: bool = True, sound: bool = False
 ) -> OpenChunks:
     """The best cache for every place of a prompt: the isolated one for the first chunk, contextual ones for the others.
 
@@ -315,11 +301,7 @@ def open_chunks(
         refused |= {chunk.address: why for chunk, why in unsound.items()}
 
 
-def _mismatch(
-    library: ChunkLibrary,
-    key: CacheKey,
-    reader: ChunkReader,
-) -> str:
+def _mismatch(library: ChunkLibrary, key: CacheKey, reader: ChunkReader) -> str:
     """Why an entry is not the one of this key: another position, or another number of tokens, layers or bytes."""
     actual = (reader.tokens, reader.layers, reader.start)
     needed = (len(key.chunk), len(library.decoder.rotations), library.start(key))
@@ -331,12 +313,7 @@ def _mismatch(
     return ""
 
 
-def caches_of(
-    library: ChunkLibrary,
-    chunks: Sequence[Tokens],
-    *,
-    contextual: bool,
-) -> list[ChunkCache]:
+def caches_of(library: ChunkLibrary, chunks: Sequence[Tokens], *, contextual: bool) -> list[ChunkCache]:
     """The best cache for every chunk of a prompt; missing ones are computed, and not stored."""
     layout = PromptLayout.of_chunks(library.prefix, chunks, ())
     with open_chunks(library, layout, contextual=contextual, sound=True) as opened:
@@ -348,11 +325,7 @@ def caches_of(
     return [cache for cache in caches if cache is not None]
 
 
-def memory_of(
-    nbytes: int,
-    device: torch.device,
-    pool: ChunkPool | None = None,
-) -> Tensor:
+def memory_of(nbytes: int, device: torch.device, pool: ChunkPool | None = None) -> Tensor:
     """Memory for a chunk, uint8; page-locked where a GPU reads it."""
     if device.type != "cuda":
         return cpu.empty((nbytes,), torch.uint8, device)

@@ -81,12 +81,7 @@ def fit_layer(rows: LayerRows) -> LayerCorrection | None:
     return _reduced(rows, design, weights, moments) if weights.any() else None
 
 
-def _best_penalty(
-    unseen: list[_HeldOut],
-    again: list[_HeldOut],
-    covered: float,
-    part: int,
-) -> float | None:
+def _best_penalty(unseen: list[_HeldOut], again: list[_HeldOut], covered: float, part: int) -> float | None:
     """The penalty that best predicts held-out rows; None if none helps, or if it harms a group of unseen chunks.
 
     Seen chunks count as much as a prompt is likely to consist of them: by the share of all chunks that was covered.
@@ -105,11 +100,7 @@ def _best_penalty(
     return best
 
 
-def _mean_error(
-    folds: list[_HeldOut],
-    penalty: int,
-    part: int,
-) -> float:
+def _mean_error(folds: list[_HeldOut], penalty: int, part: int) -> float:
     """The share of the squared gain that is left over all folds."""
     error = 0.0
     gain = 0.0
@@ -128,14 +119,7 @@ class _HeldOut:
 
     """
 
-    def __init__(
-        self,
-        rows: LayerRows,
-        x: Tensor,
-        y: Tensor,
-        moments: _Moments,
-        is_test: Tensor,
-    ) -> None:
+    def __init__(self, rows: LayerRows, x: Tensor, y: Tensor, moments: _Moments, is_test: Tensor) -> None:
         test_rows = is_test.nonzero()[:, 0]
         train_rows = (~is_test).nonzero()[:, 0]
         train = moments.without(_Moments.of(x[test_rows], y[test_rows]))
@@ -249,12 +233,7 @@ class _Design(NamedTuple):
         return self.on_rows(torch.linalg.solve_triangular(whiten.T, signs, upper=True))
 
 
-def _reduced(
-    rows: LayerRows,
-    design: _Design,
-    weights: Tensor,
-    moments: _Moments,
-) -> LayerCorrection:
+def _reduced(rows: LayerRows, design: _Design, weights: Tensor, moments: _Moments) -> LayerCorrection:
     """The map nearest to X @ weights in `RANK` directions, keys and values weighing the same, with its bounds."""
     predicted = weights.T @ moments.xx @ weights
     weighing = torch.ones_like(predicted[0])
@@ -271,11 +250,7 @@ def _reduced(
     stored = design.standardised(rows.stored)
     standardised = torch.cat((stored, rows.features), dim=1)
     most = [gains.norm(dim=1).max() for gains in rows.apart(rows.gain.double())]
-    bounds = Bounds(
-        reach=float((standardised @ gauge).norm(dim=1).max()),
-        keys=float(most[0]),
-        values=float(most[1]),
-    )
+    bounds = Bounds(reach=float((standardised @ gauge).norm(dim=1).max()), keys=float(most[0]), values=float(most[1]))
     return LayerCorrection(
         centre=design.centre.float(),
         scale=design.scale.float(),
@@ -287,11 +262,7 @@ def _reduced(
     )
 
 
-def _signs(
-    rows: int,
-    columns: int,
-    device: torch.device,
-) -> Tensor:
+def _signs(rows: int, columns: int, device: torch.device) -> Tensor:
     """Random signs `[rows, columns]` that keep distances (Johnson-Lindenstrauss; Achlioptas 2003)."""
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, (rows, columns), generator=generator)

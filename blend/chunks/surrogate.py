@@ -26,11 +26,7 @@ def no_keys() -> Collection[ChunkKey]:
     return ()
 
 
-def with_surrogate(
-    library: ChunkLibrary,
-    chunks: Sequence[Tokens],
-    tokens: int,
-) -> ChunkLibrary:
+def with_surrogate(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> ChunkLibrary:
     """Choose some of these chunks, at most `tokens` tokens, as the surrogate context, unless there is one.
 
     The choice stays, because contextual caches are useful only behind it. Raises `StoreError` when the store cannot be written.
@@ -43,11 +39,7 @@ def with_surrogate(
         return _decide(now, chosen) if chosen else now
 
 
-def with_given_surrogate(
-    library: ChunkLibrary,
-    tokens: Tokens,
-    keep: KeysInUse = no_keys,
-) -> ChunkLibrary:
+def with_given_surrogate(library: ChunkLibrary, tokens: Tokens, keep: KeysInUse = no_keys) -> ChunkLibrary:
     """Take these tokens as the surrogate context, and remove caches made behind another, except `keep`.
 
     Contextual caches have read the surrogate context, so it must be text that every user may read. Raises `PromptError` if it
@@ -75,11 +67,7 @@ def without_surrogate(library: ChunkLibrary, keep: KeysInUse = no_keys) -> Chunk
     return _replaced(library, (), keep)
 
 
-def _replaced(
-    library: ChunkLibrary,
-    chosen: tuple[Tokens, ...],
-    keep: KeysInUse,
-) -> ChunkLibrary:
+def _replaced(library: ChunkLibrary, chosen: tuple[Tokens, ...], keep: KeysInUse) -> ChunkLibrary:
     """The library with this surrogate context, without caches made behind another."""
     with library.store.writing():
         now = library.reread()
@@ -107,11 +95,7 @@ def _decide(library: ChunkLibrary, chosen: tuple[Tokens, ...]) -> ChunkLibrary:
     return library.reread()
 
 
-def _fitting(
-    library: ChunkLibrary,
-    chunks: Sequence[Tokens],
-    tokens: int,
-) -> list[Tokens]:
+def _fitting(library: ChunkLibrary, chunks: Sequence[Tokens], tokens: int) -> list[Tokens]:
     """Distinct chunks that leave room for the longest chunk in the model's context."""
     longest = max(map(len, chunks), default=0)
     context = library.decoder.context_length
@@ -119,11 +103,7 @@ def _fitting(
     return [chunk for chunk in dict.fromkeys(chunks) if 0 < len(chunk) <= room]
 
 
-def choose(
-    chunks: Sequence[Tokens],
-    tokens: int,
-    corpus: int,
-) -> tuple[Tokens, ...]:
+def choose(chunks: Sequence[Tokens], tokens: int, corpus: int) -> tuple[Tokens, ...]:
     """Chunks in random order, the same for the same ones, as many as `tokens` and the size of the corpus allow."""
     chosen: list[Tokens] = []
     room = tokens

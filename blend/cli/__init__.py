@@ -105,11 +105,7 @@ class LazyGroup(click.Group):
         """All commands in alphabetical order."""
         return sorted(_COMMANDS)
 
-    def get_command(
-        self,
-        ctx: click.Context,
-        cmd_name: str,
-    ) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that name, imported now."""
         if cmd_name not in _COMMANDS:
             near = get_close_matches(cmd_name, _COMMANDS, n=1)
@@ -119,11 +115,7 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(f"blend.cli.{module}"), attribute)
         return command
 
-    def format_commands(
-        self,
-        ctx: click.Context,
-        formatter: click.HelpFormatter,
-    ) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The help lines above, so that `--help` imports no command."""
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))

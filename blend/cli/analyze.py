@@ -87,11 +87,7 @@ def _recorded(rag: Rag, records: list[Record]) -> list[_Prompt]:
     return [(record.id, record.question, rag.template.layout(record.question, record.chunks)) for record in fitting]
 
 
-def _analyze(
-    rag: Rag,
-    prompts: list[_Prompt],
-    head: int | None,
-) -> list[Analyzed]:
+def _analyze(rag: Rag, prompts: list[_Prompt], head: int | None) -> list[Analyzed]:
     """The prompts that were analyzed before Ctrl-C, the first few with a view, the first with pictures."""
     from blend.analyze.document import Analyzed, prompt_document
     from blend.analyze.numbers import summarize
@@ -112,11 +108,7 @@ def _analyze(
     return analyzed
 
 
-def _document(
-    rag: Rag,
-    analyzed: list[Analyzed],
-    workload: str,
-) -> dict[str, Any]:
+def _document(rag: Rag, analyzed: list[Analyzed], workload: str) -> dict[str, Any]:
     from blend.analyze.document import analysis_document
 
     notes = []
@@ -130,11 +122,7 @@ def _document(
     return analysis_document(analyzed, info, notes)
 
 
-def _write(
-    document: dict[str, Any],
-    page: Path | None,
-    json_path: Path | None,
-) -> None:
+def _write(document: dict[str, Any], page: Path | None, json_path: Path | None) -> None:
     from blend.analyze.document import write_page
 
     if json_path is not None:

@@ -31,14 +31,7 @@ if TYPE_CHECKING:
 @options.common
 @options.retrieval
 @options.blending
-def command(
-    question: str,
-    max_new_tokens: int,
-    compare: bool,
-    quiet: bool,
-    as_json: bool,
-    **values: Any,
-) -> None:
+def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_json: bool, **values: Any) -> None:
     """Answer QUESTION over the precomputed documents. A QUESTION of - is read from standard input.
 
     The answer is streamed to standard output as it is decoded; a summary follows: time to first token by stage, the chunks
@@ -89,11 +82,7 @@ def _note_problems(answer: Answer) -> None:
         note(f"the answer was cut after {length} tokens; --max-new-tokens allows more, up to the context")
 
 
-def answer_document(
-    answer: Answer,
-    rag: Rag,
-    selector: str,
-) -> dict[str, object]:
+def answer_document(answer: Answer, rag: Rag, selector: str) -> dict[str, object]:
     """What `--json` prints. Times are in seconds."""
     blend = answer.blend
     full = answer.full

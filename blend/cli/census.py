@@ -76,11 +76,7 @@ def _name(log: Path) -> str:
     return "stdin" if log == STDOUT else log.name
 
 
-def _rates(
-    model: str | None,
-    rate: float | None,
-    values: dict[str, Any],
-) -> Rates | None:
+def _rates(model: str | None, rate: float | None, values: dict[str, Any]) -> Rates | None:
     """How fast prefill is: as --rate says, else as the model is timed; None if neither is there."""
     from blend.census.rates import given_rate, measured_rates
 

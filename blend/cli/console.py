@@ -105,11 +105,7 @@ def check_outputs(**files: Path | None) -> None:
             check_writable(path)
 
 
-def show_results(
-    tables: RenderableType,
-    document: Mapping[str, Any],
-    json_path: Path | None,
-) -> None:
+def show_results(tables: RenderableType, document: Mapping[str, Any], json_path: Path | None) -> None:
     """Print tables, also to a narrower terminal or a pipe, and write JSON; with that on stdout, the tables go to stderr."""
     from blend.eval.show import WIDTH
 
@@ -129,11 +125,7 @@ def write_document(document: Mapping[str, Any], path: Path) -> None:
     note(f"wrote {path}")
 
 
-def fetch_progress(
-    stage: str,
-    done: int,
-    total: int,
-) -> None:
+def fetch_progress(stage: str, done: int, total: int) -> None:
     """A line for each step of a fetch of weights."""
     if done < total:
         part = f" {done + 1} of {total}" if stage == "download" else ""
@@ -175,11 +167,7 @@ def stage_progress(part: str = "") -> Progress:
     begun: dict[str, float] = {}
     shown: dict[str, float] = {}
 
-    def show(
-        stage: str,
-        done: int,
-        total: int,
-    ) -> None:
+    def show(stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         elapsed = now - begun.setdefault(stage, now)
         is_end = stage == "encode" and done == total

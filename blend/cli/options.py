@@ -29,20 +29,11 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic in newer click only
     """An option's value as `parse` returns it; its `ConfigError` is the user's mistake. name: of the value in the help."""
 
-    def __init__(
-        self,
-        name: str,
-        parse: Callable[[Any], Any],
-    ) -> None:
+    def __init__(self, name: str, parse: Callable[[Any], Any]) -> None:
         self.name = name
         self._parse = parse
 
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> Any:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The parsed value."""
         try:
             return self._parse(value)
@@ -114,12 +105,7 @@ FOLDER = Parsed("directory", _path)
 OUTPUT = Parsed("file", _output)
 
 
-def number(
-    name: str,
-    words: str,
-    default: float | None = None,
-    **attributes: Any,
-) -> Option:
+def number(name: str, words: str, default: float | None = None, **attributes: Any) -> Option:
     """An option with the limits that `blend.limits` has for `name`, which its help shows."""
     limits = NUMBERS[name]
     kind = Parsed("integer" if limits.whole else "float", limits.parsed)
@@ -147,13 +133,7 @@ def _shared(name: str, *field: str, **attributes: Any) -> Option:
     """An option that the environment can set too, as KVBLEND_<NAME>. field: its name in commands."""
     variable = f"KVBLEND_{name.removeprefix('--').replace('-', '_').upper()}"
     attributes = {"default": None, "show_default": True, **attributes}
-    return click.option(
-        name,
-        *field,
-        envvar=variable,
-        show_envvar=True,
-        **attributes,
-    )
+    return click.option(name, *field, envvar=variable, show_envvar=True, **attributes)
 
 
 _DEFAULTS = {**vars(CorpusConfig()), **vars(BlendConfig()), **vars(PromptConfig())}
@@ -177,20 +157,9 @@ class ResearchOption(click.Option):
     """An option for studies of the method, which answers do not need."""
 
 
-def _for_research(
-    name: str,
-    words: str,
-    kind: Any,
-    flag: str,
-) -> Option:
+def _for_research(name: str, words: str, kind: Any, flag: str) -> Option:
     return click.option(
-        flag,
-        name,
-        cls=ResearchOption,
-        type=kind,
-        default=_DEFAULTS[name],
-        show_default=True,
-        help=words,
+        flag, name, cls=ResearchOption, type=kind, default=_DEFAULTS[name], show_default=True, help=words
     )
 
 
@@ -199,21 +168,10 @@ def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
     if name in NUMBERS:
         return number(name, words, _DEFAULTS[name])
     default = _DEFAULTS[name]
-    return click.option(
-        *(flags or (_flag(name),)),
-        name,
-        type=kind,
-        default=default,
-        show_default=True,
-        help=words,
-    )
+    return click.option(*(flags or (_flag(name),)), name, type=kind, default=default, show_default=True, help=words)
 
 
-def _replica(
-    ctx: click.Context,
-    option: click.Parameter,
-    value: Path | str,
-) -> Path:
+def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
     """The store's directory; that of a shared store is a replica, which is not filled yet."""
     cache = ctx.params.pop("store_cache", None)
     hot = ctx.params.pop("store_hot", None)
@@ -246,10 +204,7 @@ store_option = _together(
         help="Directory that keeps what is read from a store at an address.  [default: one in ~/.cache/kvblend]",
     ),
     _shared(
-        "--store-hot",
-        type=TEXT,
-        is_eager=True,
-        help="Redis in front of a store at an address: redis://host:port/db.",
+        "--store-hot", type=TEXT, is_eager=True, help="Redis in front of a store at an address: redis://host:port/db."
     ),
 )
 store_key_option = _shared(
@@ -303,9 +258,7 @@ _keeping = _together(
     computing,
     _field("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
-        "store_budget",
-        "Most GB of chunk caches; the least recently used ones go.  [default: no limit]",
-        metavar="GB",
+        "store_budget", "Most GB of chunk caches; the least recently used ones go.  [default: no limit]", metavar="GB"
     ),
 )
 common = _together(_model_option, store_and_key, _corpus_option, _keeping)

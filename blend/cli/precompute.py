@@ -71,8 +71,7 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
     help="Field of JSONL records that holds their text.",
 )
 @number(
-    "ray_workers",
-    "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]",
+    "ray_workers", "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]"
 )
 @click.option(
     "--engine",
@@ -91,14 +90,7 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 @options.json_option
 @options.common
 @options.chunking
-def command(
-    paths: tuple[Path, ...],
-    add: bool,
-    quick: bool,
-    text_field: str,
-    as_json: bool,
-    **values: Any,
-) -> None:
+def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as_json: bool, **values: Any) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files.
 
     Kinds: .md, .txt, .rst, .html, .pdf, .docx, .pptx, .xlsx, .csv, .tsv, .epub, .eml, .jsonl, .log and source code.
@@ -202,11 +194,7 @@ def _computing(rag: Rag, values: dict[str, Any]) -> Iterator[Compute]:
             yield partial(cluster.precompute, rag)
 
 
-def precomputed_document(
-    result: Precomputed,
-    stats: StoreStats,
-    share: Share | None,
-) -> dict[str, object]:
+def precomputed_document(result: Precomputed, stats: StoreStats, share: Share | None) -> dict[str, object]:
     """What `--json` prints: `Precomputed`, the rate, and what the store holds now."""
     document = asdict(result)
     shares_left = document.pop("shares_left")
@@ -232,11 +220,7 @@ def _note(result: Precomputed) -> None:
         )
 
 
-def _summary(
-    result: Precomputed,
-    store: Path,
-    stats: StoreStats,
-) -> str:
+def _summary(result: Precomputed, store: Path, stats: StoreStats) -> str:
     rate = f" at {result.tokens / result.seconds:,.0f} tokens/s" if result.computed else ""
     return (
         f"{counted(result.documents, 'document')}, {counted(result.chunks, 'chunk')} "

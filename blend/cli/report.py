@@ -93,11 +93,7 @@ def _require_kept(report: Report) -> None:
         )
 
 
-def _measure(
-    rag: Rag,
-    records: list[Record],
-    max_new_tokens: int,
-) -> tuple[list[Measurement], bool]:
+def _measure(rag: Rag, records: list[Record], max_new_tokens: int) -> tuple[list[Measurement], bool]:
     """Measurements of the records that fit the model, and whether they are whole: Ctrl-C may come before the last."""
     from blend.eval.evaluator import Evaluator, standard_methods
 
@@ -118,11 +114,7 @@ def _measure(
     return measured, True
 
 
-def fitting_records(
-    rag: Rag,
-    records: list[Record],
-    room: int,
-) -> list[Record]:
+def fitting_records(rag: Rag, records: list[Record], room: int) -> list[Record]:
     """Records whose prompt fits the model's context, with so many tokens for the answer; the others are named.
 
     Raises `PromptError` if none does.
@@ -150,11 +142,7 @@ def _workload(questions: str | None) -> str:
     return "questions made from the chunks" if questions == AUTO else Path(questions).name
 
 
-def _summarise(
-    rag: Rag,
-    measured: list[Measurement],
-    workload: str,
-) -> Report:
+def _summarise(rag: Rag, measured: list[Measurement], workload: str) -> Report:
     from blend.eval.report import summarise
     from blend.quality import Quality
 
@@ -169,20 +157,11 @@ def run_info(rag: Rag, workload: str) -> RunInfo:
     from blend.eval.report import RunInfo
 
     command = shlex.join(["blend", *sys.argv[1:]])
-    return RunInfo(
-        rag.model,
-        workload,
-        command,
-        machine=describe_machine(),
-        **rag.decoder.number_format,
-    )
+    return RunInfo(rag.model, workload, command, machine=describe_machine(), **rag.decoder.number_format)
 
 
 def load_records(
-    values: dict[str, Any],
-    dataset: Path | None,
-    limit: int | None,
-    questions: str | None = None,
+    values: dict[str, Any], dataset: Path | None, limit: int | None, questions: str | None = None
 ) -> tuple[Rag, list[Record]]:
     """The engine, and the questions, which are read first so that mistakes show at once."""
     if dataset and questions:
@@ -199,11 +178,7 @@ def load_records(
     return rag, records
 
 
-def calibrate(
-    rag: Rag,
-    evaluator: Evaluator,
-    records: list[Record],
-) -> None:
+def calibrate(rag: Rag, evaluator: Evaluator, records: list[Record]) -> None:
     """Choose a surrogate context and fit KV corrections on these records' chunks, unless the store or the options have them."""
     if rag.blend_config.correction:
         evaluator.calibrate(records, rag.corpus_config.surrogate_tokens, stage_progress())
@@ -223,11 +198,7 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
     return make_needles(filler, limit, min(NEEDLE_CHUNKS, len(filler)))
 
 
-def corpus_record(
-    rag: Rag,
-    name: str,
-    question: str,
-) -> Record:
+def corpus_record(rag: Rag, name: str, question: str) -> Record:
     """A question over the corpus, with the chunks that it retrieves."""
     hits = rag.retriever.search(question, rag.corpus_config.top_k)
     chunks = tuple(RecordChunk(hit.chunk.title, hit.chunk.text) for hit in hits)

@@ -31,13 +31,7 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
 
 
 @click.command("serve", cls=options.Command)
-@click.option(
-    "--host",
-    type=NAME,
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen at.",
-)
+@click.option("--host", type=NAME, default="127.0.0.1", show_default=True, help="Address to listen at.")
 @number("port", "Port to listen at; 0 takes a free one.", 8000)
 @click.option(
     "--api-key",
@@ -98,12 +92,7 @@ def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
         return ApiKeys([*((key, "") for key in keys), *(read_keys(file) if file is not None else ())])
 
 
-def _check_host(
-    host: str,
-    tenants: ApiKeys,
-    *,
-    insisted: bool,
-) -> None:
+def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
     if insisted and tenants.required:
         raise ConfigError("--no-api-key and API keys exclude each other: leave one of them out")
     if not (is_loopback(host) or tenants.required or insisted):
@@ -159,12 +148,7 @@ def _tracing() -> Tracing | None:
 class _Loading(threading.Thread):
     """Loads the model in a thread, so that the server answers health checks and signals meanwhile."""
 
-    def __init__(
-        self,
-        values: dict[str, Any],
-        state: AppState,
-        url: str,
-    ) -> None:
+    def __init__(self, values: dict[str, Any], state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
         self._values = values
         self.state = state

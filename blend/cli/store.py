@@ -49,12 +49,7 @@ class Listed(NamedTuple):
 @options.store_and_key
 @options.json_option
 @click.pass_context
-def command(
-    ctx: click.Context,
-    store: Path,
-    store_key: Path | None,
-    as_json: bool,
-) -> None:
+def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bool) -> None:
     """Show which models a store holds caches for, and how many; the commands below show and change more."""
     if ctx.invoked_subcommand is not None:
         early = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -85,11 +80,7 @@ def command(
 @command.command()
 @options.store_and_key
 @options.json_option
-def ls(
-    store: Path,
-    store_key: Path | None,
-    as_json: bool,
-) -> None:
+def ls(store: Path, store_key: Path | None, as_json: bool) -> None:
     """List the chunk caches: digest, size, age, document; a * marks a pinned one."""
     for cache in _list_caches(_open_caches(store, store_key)):
         if as_json:
@@ -104,11 +95,7 @@ def ls(
 @command.command()
 @options.store_and_key
 @options.json_option
-def stats(
-    store: Path,
-    store_key: Path | None,
-    as_json: bool,
-) -> None:
+def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
     """Show what each tier holds: caches, bytes, ages."""
     rows = [_tier_stats(name, backend) for name, backend in _open_caches(store, store_key).backend.tiers.items()]
     if as_json:
@@ -124,11 +111,7 @@ def stats(
 @command.command()
 @options.store_and_key
 @click.option("--delete", is_flag=True, help="Remove what is damaged; it is computed again on use.")
-def verify(
-    store: Path,
-    store_key: Path | None,
-    delete: bool,
-) -> None:
+def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
     caches = _open_caches(store, store_key)
     checked = 0
@@ -157,11 +140,7 @@ def verify(
 @command.command()
 @options.store_and_key
 @click.option("--yes", is_flag=True, help="Do not ask first.")
-def clear(
-    store: Path,
-    store_key: Path | None,
-    yes: bool,
-) -> None:
+def clear(store: Path, store_key: Path | None, yes: bool) -> None:
     """Remove every chunk cache but pinned ones from every tier; the index stays, caches are computed again on use."""
     caches = _open_caches(store, store_key)
     make_sure(f"the chunk caches of {store}", sure=yes)
@@ -179,13 +158,7 @@ def clear(
     help="Remove what no document of any corpus is cached in, for an hour at least, of models that a corpus was made with.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-def prune(
-    store: Path,
-    store_key: Path | None,
-    older_than: float | None,
-    unused: bool,
-    dry_run: bool,
-) -> None:
+def prune(store: Path, store_key: Path | None, older_than: float | None, unused: bool, dry_run: bool) -> None:
     """Remove chunk caches from every tier; pinned ones stay. With both options, what both say."""
     if older_than is None and not unused:
         raise ConfigError("say what is to go: --older-than DAYS, --unused or both")
@@ -209,11 +182,7 @@ def prune(
 @command.command()
 @click.argument("names", nargs=-1, required=True)
 @options.store_and_key
-def pin(
-    names: tuple[str, ...],
-    store: Path,
-    store_key: Path | None,
-) -> None:
+def pin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Keep the caches of these documents, named as `ls` does, or with these digests: never pruned, never evicted from a disk.
 
     They are fetched to the disk of this machine. Removing the document removes them all the same.
@@ -229,11 +198,7 @@ def pin(
 @command.command()
 @click.argument("names", nargs=-1, required=True)
 @options.store_and_key
-def unpin(
-    names: tuple[str, ...],
-    store: Path,
-    store_key: Path | None,
-) -> None:
+def unpin(names: tuple[str, ...], store: Path, store_key: Path | None) -> None:
     """Let them go again."""
     caches = _open_caches(store, store_key)
     documents = read_sources(caches).documents
@@ -275,13 +240,7 @@ def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
     return row | {"newest_s": min(ages, default=0.0), "oldest_s": max(ages, default=0.0)}
 
 
-def _removed(
-    store: Path,
-    caches: ChunkStore,
-    going: list[Listed],
-    *,
-    unused: bool,
-) -> list[Listed]:
+def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> list[Listed]:
     """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
     removed: list[Listed] = []
     for begin in range(0, len(going), _BATCH):
@@ -297,11 +256,7 @@ def _removed(
     return removed
 
 
-def _is_named(
-    digest: str,
-    document: str,
-    names: Sequence[str],
-) -> bool:
+def _is_named(digest: str, document: str, names: Sequence[str]) -> bool:
     """Whether one of the names is the document's, or begins the digest."""
     return document in names or any(len(name) >= _SHORTEST_DIGEST and digest.startswith(name) for name in names)
 
@@ -314,12 +269,7 @@ def _require_all(names: Sequence[str], existing: Collection[str]) -> None:
         raise ConfigError(f"no cache is of such a document or has such a digest: {words}; `blend store ls` shows them")
 
 
-def _set_pins(
-    caches: ChunkStore,
-    digests: Collection[str],
-    *,
-    on: bool,
-) -> None:
+def _set_pins(caches: ChunkStore, digests: Collection[str], *, on: bool) -> None:
     caches.require_its_key()
     with caches.writing():
         for digest in sorted(digests):

@@ -35,12 +35,7 @@ QUESTIONS = 24
 @click.option("--json", "json_path", type=OUTPUT, help="Write everything that was measured as JSON.")
 @options.computing
 def command(
-    model: str,
-    questions: Path | None,
-    limit: int,
-    quality: float,
-    json_path: Path | None,
-    **values: Any,
+    model: str, questions: Path | None, limit: int, quality: float, json_path: Path | None, **values: Any
 ) -> None:
     """Check that MODEL may be blended, and find the ratio that keeps a quality.
 
@@ -69,13 +64,7 @@ def command(
     say(conclusion)
 
 
-def _verdict(
-    rag: Rag,
-    records: list[Record] | None,
-    limit: int,
-    quality: float,
-    workload: str,
-) -> Verdict:
+def _verdict(rag: Rag, records: list[Record] | None, limit: int, quality: float, workload: str) -> Verdict:
     from blend.eval.check import RECURRENT_WAYS, WAYS, Verdict, builtin_records, check_model, remember
     from blend.eval.evaluator import Evaluator, Method
     from blend.eval.report import FULL, summarise

@@ -62,15 +62,9 @@ def check_model(blender: Blender, layout: PromptLayout) -> list[ModelCheck]:
     blend = blender.prefill(layout, config=few_rows, room=64)
     kl = kl_divergence(full.logits.float(), recomputed.logits.float())
     return [
+        ModelCheck("all rows recomputed: KL of the next token to full prefill", float(kl[0]), 1e-4 if exact else 0.02),
         ModelCheck(
-            "all rows recomputed: KL of the next token to full prefill",
-            float(kl[0]),
-            1e-4 if exact else 0.02,
-        ),
-        ModelCheck(
-            "moved keys, values and states of layer 0: relative error",
-            _error_of_layer_0(reuse, recomputed),
-            0.02,
+            "moved keys, values and states of layer 0: relative error", _error_of_layer_0(reuse, recomputed), 0.02
         ),
         ModelCheck("rows that are not recomputed: share that changed", _changed_share(blend, reuse), 0.0),
         ModelCheck(
@@ -114,23 +108,12 @@ def _lost_logit(blend: Blend, layout: PromptLayout) -> float:
     clone = blend.cache.clone(room=_CHECKED_TOKENS + 1)
     start = layout.rows - (0 if decoder.recurrent else 1)  # a state cannot go back a row
     clone.truncate(start)
-    answer = generate(
-        decoder,
-        blend,
-        layout.token_ids,
-        max_new_tokens=_CHECKED_TOKENS,
-        eos_token_id=None,
-    )
+    answer = generate(decoder, blend, layout.token_ids, max_new_tokens=_CHECKED_TOKENS, eos_token_id=None)
     ids = torch.tensor([*layout.token_ids, *answer.token_ids], device=decoder.device)
     positions = torch.arange(start, ids.shape[0] - 1, device=decoder.device)[None]
     cache = {decoder.cache_argument: decoder.native_cache(clone)}
     with torch.inference_mode():
-        out = decoder.run_whole(
-            input_ids=ids[None, start:-1],
-            position_ids=positions,
-            use_cache=True,
-            **cache,
-        )
+        out = decoder.run_whole(input_ids=ids[None, start:-1], position_ids=positions, use_cache=True, **cache)
     logits = out.logits[0].float()
     chosen = logits.gather(1, ids[start + 1 :, None])[:, 0]
     return float((logits.max(1).values - chosen).max())

@@ -100,11 +100,7 @@ def _chunk(value: Any) -> RecordChunk:
     return RecordChunk(title, _filled(value, "text"))
 
 
-def _list(
-    fields: dict[str, Any],
-    key: str,
-    default: list[Any] | None = None,
-) -> list[Any]:
+def _list(fields: dict[str, Any], key: str, default: list[Any] | None = None) -> list[Any]:
     value = default if fields.get(key) is None else fields[key]
     if not isinstance(value, list):
         raise ValueError(f'"{key}" must be a list')

@@ -34,11 +34,7 @@ class FixedRatio:
     ratio: float
     prompts: list[Sequence[Signals]] = field(default_factory=list)
 
-    def target(
-        self,
-        library: ChunkLibrary,
-        quality: Quality,
-    ) -> FixedRatio:
+    def target(self, library: ChunkLibrary, quality: Quality) -> FixedRatio:
         """Serve every quality itself."""
         return self
 
@@ -48,11 +44,7 @@ class FixedRatio:
         return Estimate(0.0, Quality(), self.ratio, 0)
 
 
-def fit_estimator(
-    rag: Rag,
-    questions: Sequence[str],
-    progress: Progress = no_progress,
-) -> Estimator:
+def fit_estimator(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> Estimator:
     """Fit and store the estimator of a corpus, on prompts as `Rag.answer` makes them.
 
     Args:

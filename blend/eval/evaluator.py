@@ -43,23 +43,13 @@ class Evaluator:
 
     """
 
-    def __init__(
-        self,
-        blender: Blender,
-        template: PromptTemplate,
-        *,
-        max_new_tokens: int = REPORT_TOKENS,
-    ) -> None:
+    def __init__(self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = REPORT_TOKENS) -> None:
         self.blender = blender
         self.decoder = blender.decoder
         self.template = template
         self.max_new_tokens = max_new_tokens
 
-    def measure(
-        self,
-        record: Record,
-        methods: Sequence[Method],
-    ) -> list[Measurement]:
+    def measure(self, record: Record, methods: Sequence[Method]) -> list[Measurement]:
         """One measurement a method. One of them must be full recompute: the others are compared with it.
 
         All chunks are cached beforehand. Raises `PromptError` when the record's prompt does not fit the model.
@@ -74,12 +64,7 @@ class Evaluator:
         return [self._measured(record, layout, reference, name, prefills[name]) for name in prefills]
 
     def _measured(
-        self,
-        record: Record,
-        layout: PromptLayout,
-        reference: Reference,
-        name: str,
-        prefilled: FullPrefill | Blend,
+        self, record: Record, layout: PromptLayout, reference: Reference, name: str, prefilled: FullPrefill | Blend
     ) -> Measurement:
         """Decode the answer, and compare it with full recompute's and with gold answers."""
         if isinstance(prefilled, FullPrefill):
@@ -107,12 +92,7 @@ class Evaluator:
             **fidelity._asdict(),
         )
 
-    def calibrate(
-        self,
-        records: Sequence[Record],
-        surrogate_tokens: int,
-        progress: Progress = no_progress,
-    ) -> None:
+    def calibrate(self, records: Sequence[Record], surrogate_tokens: int, progress: Progress = no_progress) -> None:
         """Choose a surrogate context and measure the KV corrections on the chunks of these records, where the store holds none.
 
         Its prompts are chunks in random order, never a record's own prompt.
@@ -130,11 +110,7 @@ class Evaluator:
             with_surrogate(library, chunks, surrogate_tokens)
         self.blender.calibrate(self.template.prefix, chunks, progress=progress)
 
-    def warm_up(
-        self,
-        record: Record,
-        methods: Sequence[Method],
-    ) -> None:
+    def warm_up(self, record: Record, methods: Sequence[Method]) -> None:
         """Run every method once, uncounted: first calls pay for allocation and kernel choice."""
         layout = self.template.layout(record.question, record.chunks)
         self.cache_chunks(layout)
@@ -146,11 +122,7 @@ class Evaluator:
         library = self.blender.library(layout.kept_behind)
         library.compute(library.missing(layout.chunks))
 
-    def _prefill(
-        self,
-        layout: PromptLayout,
-        method: Method,
-    ) -> FullPrefill | Blend:
+    def _prefill(self, layout: PromptLayout, method: Method) -> FullPrefill | Blend:
         if method.config is None:
             return full_prefill(self.decoder, layout)
         return self.blender.prefill(layout, config=method.config, room=self.max_new_tokens)

@@ -86,13 +86,7 @@ def _gpu_names() -> str | None:
     """Models of the GPUs, as nvidia-smi lists them."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        result = subprocess.run(
-            query,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        result = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return ", ".join(result.stdout.splitlines()) or None

@@ -52,11 +52,7 @@ _FORMS = (
 )
 
 
-def make_needles(
-    filler: Sequence[str],
-    count: int,
-    chunks: int,
-) -> list[Record]:
+def make_needles(filler: Sequence[str], count: int, chunks: int) -> list[Record]:
     """So many records, kinds in turn; every record has `chunks` chunks, each one paragraph of `filler`.
 
     The same filler gives the same records, and a larger `count` only adds to them. No number of a fact occurs in the filler
@@ -71,11 +67,7 @@ def make_needles(
     return [_needle(number, filler, chunks) for number in range(count)]
 
 
-def _needle(
-    number: int,
-    filler: Sequence[str],
-    chunks: int,
-) -> Record:
+def _needle(number: int, filler: Sequence[str], chunks: int) -> Record:
     rng = random.Random(number)
     task, question, end, start = _FORMS[number % len(_FORMS)]
     texts = rng.sample(filler, chunks)
@@ -94,11 +86,7 @@ def _needle(
     )
 
 
-def _fields(
-    rng: random.Random,
-    filler: str,
-    count: int,
-) -> list[dict[str, str]]:
+def _fields(rng: random.Random, filler: str, count: int) -> list[dict[str, str]]:
     """Places, persons and five-digit values, none of which occurs twice; no value occurs in the filler."""
     places = rng.sample(_PLACES.split(", "), count)
     people = rng.sample(_PEOPLE.split(", "), count)

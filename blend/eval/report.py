@@ -153,11 +153,7 @@ class Report:
         return " · ".join(filter(None, parts))
 
 
-def _judged_line(
-    words: str,
-    form: str,
-    figure: Judged,
-) -> str:
+def _judged_line(words: str, form: str, figure: Judged) -> str:
     interval = f"{figure.mean:{form}} [{figure.low:{form}}, {figure.high:{form}}]"
     line = f"{words} {interval}, within {figure.target:g}: {figure.decision}"
     if figure.decision == "undecided":
@@ -166,10 +162,7 @@ def _judged_line(
 
 
 def summarise(
-    measurements: Sequence[Measurement],
-    *,
-    info: RunInfo | None = None,
-    target: Quality | None = None,
+    measurements: Sequence[Measurement], *, info: RunInfo | None = None, target: Quality | None = None
 ) -> Report:
     """Compare every method with full recompute; intervals are bootstrap percentiles at `LEVEL`.
 

@@ -52,11 +52,7 @@ def _mean(interval: Interval | None) -> str:
     return UNDEFINED if interval is None else f"{interval.mean:.3f}"
 
 
-def _with_ends(
-    interval: Interval | None,
-    form: str,
-    unit: str = "",
-) -> str:
+def _with_ends(interval: Interval | None, form: str, unit: str = "") -> str:
     if interval is None:
         return UNDEFINED
     return f"{interval.mean:{form}}{unit}\n[{interval.low:{form}}, {interval.high:{form}}]"
@@ -68,11 +64,7 @@ def _footnotes(report: Report) -> list[str]:
     return list(filter(None, (*report.judged_lines.values(), few, report.info.setting, command)))
 
 
-def table(
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
-) -> Group:
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
     """A title and a table; the first column is text, the others are numbers."""
     from rich import box
     from rich.console import Group

@@ -70,13 +70,7 @@ class AddressedPass:
 
     """
 
-    def __init__(
-        self,
-        driver: RowDriver,
-        addresses: CacheAddresses,
-        rows: int,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, driver: RowDriver, addresses: CacheAddresses, rows: int, watch: Watch | None = None) -> None:
         self._driver = driver
         self._addresses = addresses
         self.rows = rows
@@ -130,12 +124,7 @@ class AddressedPass:
         self._masses = []
         logits = None
         with driver.driven(self), suppress(Halt):
-            out = driver.model(
-                input_ids=self._token_ids,
-                position_ids=positions,
-                use_cache=True,
-                **arguments,
-            )
+            out = driver.model(input_ids=self._token_ids, position_ids=positions, use_cache=True, **arguments)
             logits = out.logits[0]
         return Result(logits, torch.stack(self._masses) if self._masses else None)
 
@@ -143,37 +132,20 @@ class AddressedPass:
         """None that the host knows."""
         return 0
 
-    def write(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-    ) -> KV:
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> KV:
         """Write a layer's fresh KV into the caches. Returns it, as a sign for `attend`."""
         self.before_layer(layer)
         write_rows(self._addresses, layer, keys, values, self._positions, self._prompts)
         self._fresh = layer, (keys, values)
         return keys, values
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        kv: KV,
-        rule: Mapping[str, Any],
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: KV, rule: Mapping[str, Any]) -> Tensor:
         """Attention of the rows over their caches, `[batch, rows, heads, value_dim]`."""
         if self._fresh is None or not all(map(same_memory, self._fresh[1], kv)):
             raise RuntimeError("the model changes the keys and values that its cache returned")
         layer, fresh = self._fresh
         out, lse = attend_rows(
-            self._addresses,
-            layer,
-            query,
-            self._positions,
-            self._prompts,
-            most_keys=MOST_KEYS,
-            **rule,
+            self._addresses, layer, query, self._positions, self._prompts, most_keys=MOST_KEYS, **rule
         )
         watch = self.watch
         if watch is not None and layer in watch.layers:

@@ -25,12 +25,7 @@ from blend.model.recurrent import LeftOut, Operator
 from blend_kernels import Deltas, Turn, rotate_keys
 
 
-def find_turn(
-    at_start: Tensor,
-    moved: Tensor,
-    delta: int,
-    frequencies: Sequence[Tensor],
-) -> tuple[Turn | None, float]:
+def find_turn(at_start: Tensor, moved: Tensor, delta: int, frequencies: Sequence[Tensor]) -> tuple[Turn | None, float]:
     """What maps `at_start` best to `moved`, both `[1, kv_heads, tokens, head_dim]` and `delta` positions apart.
 
     Returns the rotation, None for none, and its error relative to the largest entry.
@@ -46,10 +41,7 @@ def find_turn(
     return best, error(best)
 
 
-def _candidates(
-    head_dim: int,
-    frequencies: Iterable[Tensor],
-) -> Iterable[Turn | None]:
+def _candidates(head_dim: int, frequencies: Iterable[Tensor]) -> Iterable[Turn | None]:
     yield None
     backwards = [-inv_freq for inv_freq in frequencies]  # nanochat turns the other way
     for inv_freq in (*frequencies, *backwards):
@@ -146,19 +138,11 @@ def probe_ids(vocabulary: int) -> Tensor:
     return torch.randint(vocabulary // 8, vocabulary // 2, (1, PROBE_TOKENS), generator=generator)
 
 
-def _native_forward(
-    driver: RowDriver,
-    ids: Tensor,
-    start: int,
-) -> tuple[Any, Tensor]:
+def _native_forward(driver: RowDriver, ids: Tensor, start: int) -> tuple[Any, Tensor]:
     """The cache and the last row's logits of the model's own forward pass of `ids` at positions `start...`."""
     stop = start + ids.shape[1]
     positions = torch.arange(start, stop, device=ids.device)[None]
-    out = driver.run_whole(
-        input_ids=ids,
-        position_ids=positions,
-        use_cache=True,
-    )
+    out = driver.run_whole(input_ids=ids, position_ids=positions, use_cache=True)
     cache = output_cache(out)
     if cache is None:
         raise ValueError("use_cache=True gave no cache")
@@ -186,12 +170,7 @@ def has_kv(layer: Any) -> bool:
     return isinstance(getattr(layer, "keys", None), Tensor)
 
 
-def _rotations(
-    driver: RowDriver,
-    name: str,
-    here: Any,
-    there: Any,
-) -> list[LayerRotation]:
+def _rotations(driver: RowDriver, name: str, here: Any, there: Any) -> list[LayerRotation]:
     frequencies = _frequencies(driver.model)
 
     def turn_of(index: int, part: str) -> Turn | None:
@@ -247,13 +226,7 @@ def _driven(driver: RowDriver, ids: Tensor) -> Tensor:
         on_operator: Callable[[int, Operator], None] | None = None,
     ) -> Tensor:
         positions = Run.read(torch.tensor(rows, device=ids.device))
-        request = RowRequest(
-            ids[:, rows],
-            positions,
-            cache,
-            narrowings,
-            on_operator=on_operator,
-        )
+        request = RowRequest(ids[:, rows], positions, cache, narrowings, on_operator=on_operator)
         return driver.prefill([request])
 
     every = range(ids.shape[1])

@@ -50,24 +50,11 @@ class AttentionCall:
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """The output `[batch, heads, rows, value_dim]`, and the log-sum-exp of each row, fp32 `[batch, heads, rows]`."""
-        return selective_attention(
-            self.query,
-            self.key,
-            self.value,
-            self.rows,
-            **self.rule,
-        )
+        return selective_attention(self.query, self.key, self.value, self.rows, **self.rule)
 
     def masses(self, *, peak: bool = False) -> Tensor:
         """What each key receives, fp32 `[kinds, batch, heads, keys]`: from all rows together, or with `peak` from one at most.
 
         With `peak` also, as a second kind, from the last row.
         """
-        return attention_mass(
-            self.query,
-            self.key,
-            self.rows,
-            **self.rule,
-            lse=self.lse,
-            peak=peak,
-        )
+        return attention_mass(self.query, self.key, self.rows, **self.rule, lse=self.lse, peak=peak)

@@ -48,14 +48,7 @@ class Run:
 
     """
 
-    def __init__(
-        self,
-        positions: Tensor,
-        start: int | None,
-        stop: int,
-        *,
-        ends: bool = True,
-    ) -> None:
+    def __init__(self, positions: Tensor, start: int | None, stop: int, *, ends: bool = True) -> None:
         self.positions = positions
         self.rows = positions.shape[0]
         self.start = start
@@ -73,22 +66,12 @@ class Run:
         return cls._between(positions, int(positions[0]), int(positions[-1]))
 
     @classmethod
-    def _between(
-        cls,
-        positions: Tensor,
-        first: int,
-        last: int,
-    ) -> Run:
+    def _between(cls, positions: Tensor, first: int, last: int) -> Run:
         is_consecutive = last + 1 - first == positions.shape[0]
         return cls(positions, first if is_consecutive else None, last + 1)
 
     @classmethod
-    def consecutive(
-        cls,
-        start: int,
-        stop: int,
-        device: torch.device,
-    ) -> Run:
+    def consecutive(cls, start: int, stop: int, device: torch.device) -> Run:
         """The rows from `start` to `stop - 1`."""
         return cls(torch.arange(start, stop, device=device), start, stop)
 
@@ -145,11 +128,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         self.length = 0
         self.carried = Carried()
 
-    def lazy_initialization(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-    ) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate both buffers for states `[batch, kv_heads, any, head_dim]`."""
         self.take(self.new_buffer(key_states), self.new_buffer(value_states))
 
@@ -172,24 +151,13 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         batch, heads, _, dim = states.shape
         return cpu.empty((batch, heads, self.capacity, dim), states.dtype, states.device)
 
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> KV:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         """Append KV `[batch, kv_heads, rows, head_dim]`. Returns views of all `length` rows."""
         self.reserve(self.length + key_states.shape[2])
         self.write_run(self.length, key_states, value_states)
         return self.view()
 
-    def write_rows(
-        self,
-        run: Run,
-        keys: Tensor,
-        values: Tensor,
-    ) -> KV:
+    def write_rows(self, run: Run, keys: Tensor, values: Tensor) -> KV:
         """Write KV `[batch, kv_heads, rows, head_dim]` at the rows of `run`. Returns views of all `length` rows."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -203,12 +171,7 @@ class BlendedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is un
         rows = slice(self.length)
         return self.keys[:, :, rows], self.values[:, :, rows]
 
-    def write_run(
-        self,
-        start: int,
-        keys: Tensor,
-        values: Tensor,
-    ) -> None:
+    def write_run(self, start: int, keys: Tensor, values: Tensor) -> None:
         """Write stored KV `[batch, kv_heads, n, head_dim]` at rows `start ... start + n - 1`."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -262,12 +225,7 @@ class BlendedCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._whole: Tensor | None = None  # keys and values of all layers in turn, while a prefill fills them
         self.restarts: Mapping[int, int] = {}
 
-    def begin(
-        self,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        rows: int,
-    ) -> None:
+    def begin(self, keys: Sequence[Tensor], values: Sequence[Tensor], rows: int) -> None:
         """Write the first rows of each layer, `[kv_heads, n, head_dim]`, and count `rows` rows as in use.
 
         Buffers of one shape are one piece of memory, so that a GPU has one allocation and one copy.

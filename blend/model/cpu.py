@@ -16,11 +16,7 @@ from torch import Tensor
 LEAST = 1 << 18  # bytes; smaller buffers are not worth a mapping, of which a process may have 65,530
 
 
-def empty(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor, as `torch.empty`; a large one on a CPU has its own pages, which go back when it is freed."""
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < LEAST or not hasattr(mmap, "MAP_PRIVATE"):
@@ -137,10 +133,7 @@ def packed(layer: torch.nn.Linear) -> torch.nn.Module:
     return PackedLinear(layer) if available and fast else layer
 
 
-def replace_linear(
-    model: torch.nn.Module,
-    make: Callable[[torch.nn.Linear], torch.nn.Module],
-) -> None:
+def replace_linear(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
     """Put `make(layer)` in the place of each plain linear layer of a model; subclasses of `Linear` stay.
 
     Each old layer is let go of before the next one is made, so that a model never takes its memory twice.

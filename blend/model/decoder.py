@@ -53,14 +53,7 @@ class Decoder(DrivenDecoder):
         UnsupportedModelError: The keys cannot be moved to other positions, or the attention cannot be driven.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        name: str = "model",
-        *,
-        weights: str | None = None,
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any = None, name: str = "model", *, weights: str | None = None) -> None:
         super().__init__(model.eval())
         self._weights = weights
         self.tokenizer = tokenizer
@@ -159,11 +152,7 @@ class Decoder(DrivenDecoder):
         return CacheIdentity(self.fingerprint + operators, self.kept_as, prefix)
 
 
-def _load_files(
-    location: str,
-    dtype: str,
-    device: torch.device,
-) -> tuple[Any, Any]:
+def _load_files(location: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
     """The tokenizer and the model in these files. Raises `ConfigError`."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -245,12 +234,7 @@ class FullPrefill:
         positions = torch.arange(start, stop, device=token_ids.device)[None]
         cache = {self.decoder.cache_argument: self.cache}
         # Without positions, transformers' Bamba counts from 0.
-        out = self.decoder.run_whole(
-            input_ids=token_ids,
-            position_ids=positions,
-            use_cache=True,
-            **cache,
-        )
+        out = self.decoder.run_whole(input_ids=token_ids, position_ids=positions, use_cache=True, **cache)
         return out.logits  # type: ignore[no-any-return]
 
 

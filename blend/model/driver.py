@@ -43,13 +43,7 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     is_sliding = False
     is_croppable = False
 
-    def __init__(
-        self,
-        forward: DrivenPass,
-        index: int,
-        *,
-        halts: bool = False,
-    ) -> None:
+    def __init__(self, forward: DrivenPass, index: int, *, halts: bool = False) -> None:
         super().__init__()
         self._forward = forward
         self._index = index
@@ -57,20 +51,10 @@ class PassLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.probing = False
         self.is_initialized = True
 
-    def lazy_initialization(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-    ) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the requests' caches allocate."""
 
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> KV:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         """Write the rows' fresh KV. Returns the KV for the model's attention."""
         written = None if self.probing else self._forward.write(self._index, key_states, value_states)
         if written is None or self._halts:
@@ -138,28 +122,16 @@ _LOCKS_LOCK = Lock()
 
 
 @contextmanager
-def narrowing_hooks(
-    layers: torch.nn.ModuleList,
-    forward: ForwardPass,
-    cache: Cache,
-) -> Iterator[None]:
+def narrowing_hooks(layers: torch.nn.ModuleList, forward: ForwardPass, cache: Cache) -> Iterator[None]:
     """At each narrowing's layer, probe it, choose rows and keep only those, in later layers too."""
     narrower = Narrower(sum(forward.counts))
     narrowed_layers = sorted({narrowing.layer for request in forward.requests for narrowing in request.narrowings})
 
-    def cut(
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def cut(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return narrower.cut(args, kwargs)
 
     def choose_at(index: int) -> Callable[..., Any]:
-        def hook(
-            module: torch.nn.Module,
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-        ) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for turn in range(_turns(forward, index)):
                 fresh = _probe(module, args, kwargs, cache.layers[index])
                 narrower.keep(_choose(forward, index, turn, fresh))
@@ -186,12 +158,7 @@ def _turns(forward: ForwardPass, layer: int) -> int:
     return max(turns)
 
 
-def _choose(
-    forward: ForwardPass,
-    layer: int,
-    turn: int,
-    fresh: KV,
-) -> Tensor:
+def _choose(forward: ForwardPass, layer: int, turn: int, fresh: KV) -> Tensor:
     """Let the requests that narrow here choose. Returns the indices of all kept rows among the rows so far."""
     positions = []
     kvs = forward.fresh(*fresh)
@@ -206,12 +173,7 @@ def _choose(
     return forward.narrow(positions)
 
 
-def _probe(
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    layer: PassLayer,
-) -> KV:
+def _probe(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: PassLayer) -> KV:
     """The layer's fresh KV of the current rows, without writing it or running attention and MLP.
 
     Calls `forward` directly: the layer's hooks have run on these arguments and would change them twice. Hooks of modules inside
@@ -346,12 +308,7 @@ class RowDriver:
         narrowing = Narrowing(self.kv_layers - 1, lambda keys, values: last_rows, keep_kv=True)
         return replace(request, narrowings=(*request.narrowings, narrowing))
 
-    def run(
-        self,
-        requests: Sequence[RowRequest],
-        *,
-        halt_at: int | None = None,
-    ) -> Any:
+    def run(self, requests: Sequence[RowRequest], *, halt_at: int | None = None) -> Any:
         """Run the rows of these requests in one forward pass, and write each one's KV to its cache.
 
         Args:

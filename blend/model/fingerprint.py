@@ -86,11 +86,7 @@ def checkpoint_stamps(location: str) -> tuple[str, ...]:
     return tuple(_stamp(file) for file in _weights(_folder_of(location)))
 
 
-def checkpoint_digest(
-    location: str,
-    *,
-    unless_changed_since: tuple[str, ...] = (),
-) -> str | None:
+def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = ()) -> str | None:
     """Digest of the weight files of a model directory or of a cached HuggingFace id; None if files are missing.
 
     unless_changed_since: the `checkpoint_stamps` from before loading; if they differ now the result is None, because the loaded

@@ -119,19 +119,11 @@ def _fused_mlp(module: nn.Module) -> Forward | None:
     return _guarded(module, weight.dtype, lambda x: down(silu_mul(gate(x), up(x))))
 
 
-def _guarded(
-    module: nn.Module,
-    dtype: torch.dtype,
-    fused: Forward,
-) -> Forward:
+def _guarded(module: nn.Module, dtype: torch.dtype, fused: Forward) -> Forward:
     """The fused computation for the input that it was compared on; the module's own for any other."""
     native = type(module).forward
 
-    def forward(
-        x: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or x.dtype != dtype:
             return native(module, x, *args, **kwargs)
         return fused(x)
@@ -139,11 +131,7 @@ def _guarded(
     return forward
 
 
-def _random(
-    shape: tuple[int, ...],
-    like: Tensor,
-    generator: torch.Generator,
-) -> Tensor:
+def _random(shape: tuple[int, ...], like: Tensor, generator: torch.Generator) -> Tensor:
     numbers = torch.randn(shape, generator=generator, device=like.device)
     return numbers.to(like.dtype)
 
@@ -156,11 +144,7 @@ def _results(call: Forward, inputs: list[Tensor]) -> list[Tensor] | None:
     return None
 
 
-def _require_equal(
-    kernel: list[Tensor],
-    twin: list[Tensor],
-    name: str,
-) -> None:
+def _require_equal(kernel: list[Tensor], twin: list[Tensor], name: str) -> None:
     if not _equal(kernel, twin):
         raise RuntimeError(f"the kernel of {name} differs from plain torch")
 

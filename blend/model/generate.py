@@ -112,11 +112,7 @@ def generate(
     return Generation(text.strip(), tuple(answer), time.perf_counter() - begin)
 
 
-def _decoding_loop(
-    tokenizer: Any,
-    prefilled: Continuable,
-    on_text: OnText | None,
-) -> Callable[..., Tensor]:
+def _decoding_loop(tokenizer: Any, prefilled: Continuable, on_text: OnText | None) -> Callable[..., Tensor]:
     """A decoding loop for `generate(custom_generate=...)` that starts from known logits."""
     streamer = _streamer(tokenizer, on_text) if on_text else None
 
@@ -147,11 +143,7 @@ def _decoding_loop(
     return loop
 
 
-def logits_processors(
-    decoder: Decoder,
-    sampling: Sampling,
-    prompt_ids: Tensor,
-) -> LogitsProcessor:
+def logits_processors(decoder: Decoder, sampling: Sampling, prompt_ids: Tensor) -> LogitsProcessor:
     """The processors of an answer: those that `model.generate` makes of the model's `generation_config`, and the request's.
 
     The request's values replace the model's; their order is vLLM's. What else narrows sampling follows `top_p`, and the model's
@@ -174,12 +166,7 @@ def logits_processors(
         raise _unknown_generate()
     config = copy.deepcopy(model.generation_config)
     config.update(max_length=rows + sampling.max_tokens, do_sample=sampling.temperature >= LEAST_TEMPERATURE)
-    config.update(
-        temperature=None,
-        min_p=None,
-        top_k=None,
-        top_p=None,
-    )
+    config.update(temperature=None, min_p=None, top_k=None, top_p=None)
     if sampling.repetition_penalty is not None:
         config.repetition_penalty = sampling.repetition_penalty
     stops = end_tokens(config)
@@ -272,10 +259,7 @@ def _streamer(tokenizer: Any, on_text: OnText) -> Any:
 
 
 @torch.inference_mode()
-def teacher_forced_logits(
-    prefilled: Continuable,
-    answer_ids: Sequence[int],
-) -> Tensor:
+def teacher_forced_logits(prefilled: Continuable, answer_ids: Sequence[int]) -> Tensor:
     """Logits that predict each token of a given answer, float32 `[answer, vocab]`.
 
     Appends the answer without its last token to the prefilled prompt.

@@ -84,12 +84,7 @@ class RowGraphs:
 
     """
 
-    def __init__(
-        self,
-        driver: RowDriver,
-        rotations: Sequence[LayerRotation],
-        capture: Capture | None = None,
-    ) -> None:
+    def __init__(self, driver: RowDriver, rotations: Sequence[LayerRotation], capture: Capture | None = None) -> None:
         self._driver = driver
         self._rotations = rotations
         self._capture = capture or CudaCapture()
@@ -148,11 +143,7 @@ class RowGraphs:
         """Capture the graph of a bucket and compare it. False if that fails, which switches all graphs off."""
         return self._take(_Key(bucket, watch))
 
-    def _key(
-        self,
-        requests: Sequence[RowRequest],
-        watch: Watch | None = None,
-    ) -> _Key | None:
+    def _key(self, requests: Sequence[RowRequest], watch: Watch | None = None) -> _Key | None:
         """The graph that computes these rows, or None if none can."""
         if self.off is not None or self._driver.reads_caches is not True:
             return None

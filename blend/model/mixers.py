@@ -43,12 +43,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
     rows: int
 
-    def of(
-        self,
-        span: slice,
-        layer: LinearAttentionLayer,
-        batch: int,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def of(self, span: slice, layer: LinearAttentionLayer, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for some of the rows, `batch` times, with a cache that holds this layer alone."""
         depths = map(len, self.values(Cache))
         cache = Cache(layers=[layer] * max(depths, default=1))
@@ -78,24 +73,14 @@ class _Call(NamedTuple):
 class _SplitMixer:
     """Hooks of one layer's mixer during a pass: all runs but the last are computed before it, the last one by itself."""
 
-    def __init__(
-        self,
-        index: int,
-        state: LayerState,
-        runs: Sequence[RowRun],
-    ) -> None:
+    def __init__(self, index: int, state: LayerState, runs: Sequence[RowRun]) -> None:
         self._index = index
         self._state = state
         self._runs = runs
         self._outputs: list[Any] = []
         self._layer = LinearAttentionLayer()
 
-    def before(
-        self,
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pre-forward hook."""
         call = _Call(args, kwargs, self._runs[-1].span.stop)
         self._outputs = []
@@ -105,21 +90,12 @@ class _SplitMixer:
             self._outputs.append(self._leave(run, output))
         return self._enter(self._runs[-1], call)
 
-    def after(
-        self,
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        output: Any,
-    ) -> Any:
+    def after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook."""
         last = self._leave(self._runs[-1], output)
         return _joined([*self._outputs, last])
 
-    def _enter(
-        self,
-        run: RowRun,
-        call: _Call,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(self, run: RowRun, call: _Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         run.request.await_layer(self._index)
         cache = run.request.cache
         rows = cache.restarts.get(run.start, run.start)
@@ -168,10 +144,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 
 @contextmanager
-def split_mixers(
-    states: Mapping[int, LayerState],
-    forward: ForwardPass,
-) -> Iterator[None]:
+def split_mixers(states: Mapping[int, LayerState], forward: ForwardPass) -> Iterator[None]:
     """For the time of a pass, run each recurrent layer run by run."""
     handles = []
     runs = runs_of(forward)
@@ -254,13 +227,7 @@ def _common(stacks: Sequence[Sequence[torch.nn.Module]]) -> torch.nn.Module:
     return shared[-1]
 
 
-def _measure(
-    index: int,
-    layer_states: dict[int, LayerState],
-    module: torch.nn.Module,
-    args: Any,
-    kwargs: Any,
-) -> None:
+def _measure(index: int, layer_states: dict[int, LayerState], module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     """Measure how the rows that a mixer gets act on its state."""
     call = _Call(args, kwargs, rows=0)
     hidden = call.values(Tensor)[0]
@@ -269,12 +236,7 @@ def _measure(
     layer_states[index] = _layer_state(index, module, call, cache.layers[index].number_of_states)
 
 
-def _layer_state(
-    index: int,
-    module: torch.nn.Module,
-    call: _Call,
-    number: int,
-) -> LayerState:
+def _layer_state(index: int, module: torch.nn.Module, call: _Call, number: int) -> LayerState:
     def run(state: State | None, span: slice) -> State:
         layer = LinearAttentionLayer(number) if state is None else state.layer()
         batch = 1 if state is None else state.batch
@@ -330,10 +292,7 @@ class _WatchedCache(DynamicCache):  # type: ignore[misc]  # transformers is unty
 
 
 @contextmanager
-def _watched(
-    layers: Sequence[torch.nn.Module],
-    stack: list[torch.nn.Module],
-) -> Iterator[None]:
+def _watched(layers: Sequence[torch.nn.Module], stack: list[torch.nn.Module]) -> Iterator[None]:
     """Keep the stack of the running modules inside these layers."""
     handles = []
     distinct = dict.fromkeys(module for layer in layers for module in layer.modules())

@@ -74,13 +74,7 @@ class RowRequest:
         """The positions of the rows, sorted int64 `[rows]`."""
         return self.run.positions
 
-    def write(
-        self,
-        layer: int,
-        run: Run,
-        keys: Tensor,
-        values: Tensor,
-    ) -> KV:
+    def write(self, layer: int, run: Run, keys: Tensor, values: Tensor) -> KV:
         """Write fresh KV into a layer of the cache, once its stored KV is there; see `BlendedLayer.write_rows`."""
         self.await_layer(layer)
         return self.cache.layers[layer].write_rows(run, keys, values)  # type: ignore[no-any-return]
@@ -137,21 +131,10 @@ class DrivenPass(Protocol):
     def length(self, layer: int) -> int:
         """Rows in use in a layer before this pass, of the longest prompt."""
 
-    def write(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-    ) -> KV:
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> KV:
         """Write a layer's fresh KV `[batch, kv_heads, rows, head_dim]`. Returns the KV that the model's attention gets."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        kv: KV,
-        rule: Mapping[str, Any],
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: KV, rule: Mapping[str, Any]) -> Tensor:
         """Attention of the rows, `[batch, rows, heads, value_dim]`.
 
         Args:
@@ -174,13 +157,7 @@ class ForwardPass:
 
     """
 
-    def __init__(
-        self,
-        requests: Sequence[RowRequest],
-        *,
-        reads_caches: bool = False,
-        shares_kv: bool = False,
-    ) -> None:
+    def __init__(self, requests: Sequence[RowRequest], *, reads_caches: bool = False, shares_kv: bool = False) -> None:
         self.requests = tuple(requests)
         self.reads_caches = reads_caches
         self.runs = [request.run for request in requests]
@@ -226,12 +203,7 @@ class ForwardPass:
             kvs.append((keys[:, :, span], values[:, :, span]))
         return kvs
 
-    def write(
-        self,
-        layer: int,
-        keys: Tensor,
-        values: Tensor,
-    ) -> KV:
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> KV:
         """Write a layer's fresh KV into each request's cache. Returns the KV that the model's attention gets."""
         pairs = zip(self.requests, self.runs, self.fresh(keys, values), strict=True)
         views = [request.write(layer, run, *kv) for request, run, kv in pairs]
@@ -257,23 +229,11 @@ class ForwardPass:
         layers = [request.cache.layers[layer] for request in self.requests]
         return max(int(cache_layer.length) for cache_layer in layers)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        kv: KV,
-        rule: Mapping[str, Any],
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: KV, rule: Mapping[str, Any]) -> Tensor:
         """Attention of the rows, request by request, `[batch, rows, heads, value_dim]`."""
         out = []
         kvs = self.keys_and_values(*kv)
-        parts = zip(
-            self.requests,
-            self.runs,
-            self.spans(),
-            kvs,
-            strict=True,
-        )
+        parts = zip(self.requests, self.runs, self.spans(), kvs, strict=True)
         for request, run, span, request_kv in parts:
             out.append(_attend(request, run, layer, query[:, :, span], request_kv, rule))
         return torch.cat(out, dim=1) if len(out) > 1 else out[0].contiguous()
@@ -304,14 +264,7 @@ class ForwardPass:
         return torch.cat(places)
 
 
-def _attend(
-    request: RowRequest,
-    run: Run,
-    layer: int,
-    query: Tensor,
-    kv: KV,
-    rule: Mapping[str, Any],
-) -> Tensor:
+def _attend(request: RowRequest, run: Run, layer: int, query: Tensor, kv: KV, rule: Mapping[str, Any]) -> Tensor:
     """Attention of one request's rows, `[batch, rows, heads, value_dim]`."""
     keys = kv[0].shape[2]
     observes = request.observe is not None
@@ -367,11 +320,7 @@ class Narrower:
         self._index.pop(self._rows, None)
         self._cut.clear()
 
-    def cut(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a layer's forward pass, cut to the kept rows."""
         cut_kwargs = {name: self._value(value) for name, value in kwargs.items()}
         return tuple(map(self._value, args)), cut_kwargs

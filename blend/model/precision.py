@@ -36,11 +36,7 @@ class NumberFormat(TypedDict):
     weights: str
 
 
-def pick_dtype(
-    dtype: str,
-    device: torch.device,
-    config: Any = None,
-) -> torch.dtype:
+def pick_dtype(dtype: str, device: torch.device, config: Any = None) -> torch.dtype:
     """The dtype that an option names. Raises `ConfigError`.
 
     "auto" is bfloat16 on a GPU. On a CPU it is the faster one of float32 and bfloat16 for the model with this configuration.

@@ -149,12 +149,7 @@ Kind = Decay | Transform
     joined          the factor of rows with the factor `first`, then rows with the factor `second`
     factor_shape    the shape of the factor for states of this shape
 """
-KINDS: tuple[Kind, ...] = (
-    Decay(a_head=True),
-    Decay(a_head=False),
-    Transform(right=False),
-    Transform(right=True),
-)
+KINDS: tuple[Kind, ...] = (Decay(a_head=True), Decay(a_head=False), Transform(right=False), Transform(right=True))
 """All kinds, the cheapest first."""
 
 
@@ -269,11 +264,7 @@ class LayerState:
         conv, affine = self._shaped(tensors, self.operator_shapes)
         return Operator(conv, None if self.kind is None else Affine(self.kind, *affine))
 
-    def _shaped(
-        self,
-        tensors: Sequence[Tensor],
-        shapes: Sequence[Shape],
-    ) -> tuple[Tensors, Tensors]:
+    def _shaped(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> tuple[Tensors, Tensors]:
         """Those of convolutions and the others, in these shapes and the layer's dtypes, on the device of its mixer."""
         if [part.numel() for part in tensors] != [*map(prod, shapes)]:
             raise ValueError("the states of a recurrent layer have other shapes than the model's")
@@ -303,10 +294,7 @@ class LayerState:
         return State(conv, real), Operator(conv, affine)
 
 
-def find_kind(
-    run: Callable[[Tensor], Tensor],
-    example: Tensor,
-) -> Kind | None:
+def find_kind(run: Callable[[Tensor], Tensor], example: Tensor) -> Kind | None:
     """The kind of a layer: the first one that predicts what its rows make of a random state. None if no kind does.
 
     Differences are relative to the largest response of each head. The states are large, so that a head that forgets fast still

@@ -140,12 +140,7 @@ class RowDecoder(ABC):
         return ChunkCache(keys, values, 0)
 
     @abstractmethod
-    def encode_rows(
-        self,
-        token_ids: Tensor,
-        start: int,
-        cache: BlendedCache,
-    ) -> None:
+    def encode_rows(self, token_ids: Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
 
     @abstractmethod
@@ -237,22 +232,13 @@ class DrivenDecoder(RowDriver, RowDecoder):
         return self.prefill([_following(token_ids, cache)])[None]
 
     @torch.inference_mode()
-    def decode(
-        self,
-        token_ids: Sequence[Tensor],
-        caches: Sequence[BlendedCache],
-    ) -> Tensor:
+    def decode(self, token_ids: Sequence[Tensor], caches: Sequence[BlendedCache]) -> Tensor:
         """One decoding step of several sequences: a token `[1, 1]` each. Returns logits `[sequences, vocab]`."""
         pairs = zip(token_ids, caches, strict=True)
         return self.prefill([_following(ids, cache) for ids, cache in pairs])
 
     @torch.inference_mode()
-    def encode_rows(
-        self,
-        token_ids: Tensor,
-        start: int,
-        cache: BlendedCache,
-    ) -> None:
+    def encode_rows(self, token_ids: Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of a contiguous run of tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
         request = RowRequest(token_ids, run, cache)
@@ -280,13 +266,7 @@ class DrivenDecoder(RowDriver, RowDecoder):
             if call.layer >= last:
                 raise Halt((call.key, call.value))
 
-        request = RowRequest(
-            token_ids,
-            run,
-            cache,
-            observe=observe_and_halt,
-            await_layer=await_layer,
-        )
+        request = RowRequest(token_ids, run, cache, observe=observe_and_halt, await_layer=await_layer)
         self.run([request])
 
     @contextmanager

@@ -136,11 +136,7 @@ class Blender(BlenderParts):
         super().__init__(decoder, store, corpus, uncorrected_ratio)
         self.config = config or BlendConfig()
 
-    def correction(
-        self,
-        prefix: Tokens,
-        kind: CacheKind = CacheKind.ISOLATED,
-    ) -> KVCorrection | None:
+    def correction(self, prefix: Tokens, kind: CacheKind = CacheKind.ISOLATED) -> KVCorrection | None:
         """The KV correction for isolated or contextual caches, from memory or the store.
 
         None if none was measured, if it is damaged, or if nothing is computed in context.
@@ -296,12 +292,7 @@ class Blender(BlenderParts):
         self.decoder.check_ids(layout.token_ids)
         return layout.composable() if self.decoder.recurrent else layout
 
-    def _beginning(
-        self,
-        layout: PromptLayout,
-        encoder: ChunkEncoder,
-        beginning: ChunkCache | None,
-    ) -> ChunkCache:
+    def _beginning(self, layout: PromptLayout, encoder: ChunkEncoder, beginning: ChunkCache | None) -> ChunkCache:
         """KV of the first rows of the prompt."""
         if beginning is None and layout.shared_prefix_rows:
             beginning = encoder.prefix.rows(0, layout.shared_prefix_rows)
@@ -374,9 +365,4 @@ def _without_correction(prefill: Prefill) -> Attempt:
     prefill.cache.free()  # a prompt gets memory for one cache
     config = prefill.attempt.config
     ratio = min(1.0, max(2 * config.ratio, LEAST_RATIO_UNCORRECTED))
-    return Attempt(
-        replace(config, ratio=ratio),
-        corrected=False,
-        sound=True,
-        instead_of=prefill,
-    )
+    return Attempt(replace(config, ratio=ratio), corrected=False, sound=True, instead_of=prefill)

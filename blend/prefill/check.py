@@ -48,13 +48,7 @@ class CorrectionCheck:
 
     """
 
-    def __init__(
-        self,
-        decoder: RowDecoder,
-        layout: PromptLayout,
-        assembly: Assembly,
-        last_layer: int,
-    ) -> None:
+    def __init__(self, decoder: RowDecoder, layout: PromptLayout, assembly: Assembly, last_layer: int) -> None:
         self._decoder = decoder
         self._layout = layout
         self._assembly = assembly
@@ -95,11 +89,7 @@ class CorrectionCheck:
         Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
         separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
         """
-        nothing = torch.zeros(
-            (),
-            dtype=torch.float64,
-            device=self._decoder.device,
-        )
+        nothing = torch.zeros((), dtype=torch.float64, device=self._decoder.device)
         sums: defaultdict[bool, LayerNorms] = defaultdict(dict)
         for layers in self._alike():
             self._compare(layers, sums)
@@ -109,11 +99,7 @@ class CorrectionCheck:
             before, after, gained = together.unbind(-1)
             scores = (before - after) / (before + after).clamp_min(1e-20)
             mean = scores.masked_fill(gained == 0, torch.nan).nanmean()
-            worst = torch.where(
-                mean.isnan(),
-                worst,
-                torch.minimum(worst, mean),
-            )
+            worst = torch.where(mean.isnan(), worst, torch.minimum(worst, mean))
         return torch.where(worst.isinf(), nothing, worst)
 
     def _alike(self) -> Iterator[list[int]]:
@@ -126,11 +112,7 @@ class CorrectionCheck:
         rows = self._stored[layer].rows
         return id(rows), self._decoder.rotations[layer].kind
 
-    def _compare(
-        self,
-        layers: list[int],
-        sums: Mapping[bool, LayerNorms],
-    ) -> None:
+    def _compare(self, layers: list[int], sums: Mapping[bool, LayerNorms]) -> None:
         """Add these layers' squared norms, `[keys or values, 3]` under whether they are of the first chunk, and the layer."""
         rows = self._stored[layers[0]].rows
         fresh_keys, fresh_values = _together(self._assembly.cache.gather(layers, rows))

@@ -122,13 +122,7 @@ class StoredEstimators:
 class BlenderParts:
     """The decoder, the store, and what is kept in memory of both; see `Blender`."""
 
-    def __init__(
-        self,
-        decoder: RowDecoder,
-        store: ChunkStore,
-        corpus: str,
-        uncorrected_ratio: float,
-    ) -> None:
+    def __init__(self, decoder: RowDecoder, store: ChunkStore, corpus: str, uncorrected_ratio: float) -> None:
         self.decoder: Decoder = decoder  # type: ignore[assignment]
         self.store = store
         self.corpus = corpus
@@ -164,13 +158,7 @@ class BlenderParts:
         with self._lock:
             library = self._libraries.get(prefix)
         if library is None or library.isolated is not encoder:
-            library = ChunkLibrary(
-                self.decoder,
-                self.store,
-                prefix,
-                corpus=self.corpus,
-                isolated=encoder,
-            )
+            library = ChunkLibrary(self.decoder, self.store, prefix, corpus=self.corpus, isolated=encoder)
         else:
             library = library.renewed()
         with self._lock:

@@ -133,9 +133,7 @@ def make_plan(
 
 
 def _cached(
-    layout: PromptLayout,
-    has_cache: NDArray[np.bool_],
-    sound: NDArray[np.bool_] | None,
+    layout: PromptLayout, has_cache: NDArray[np.bool_], sound: NDArray[np.bool_] | None
 ) -> tuple[NDArray[np.bool_], int]:
     """Which rows of the places take KV from a cache, seams not; and how many of them are moved.
 
@@ -160,22 +158,13 @@ def _cached(
     return has_cache, int(np.count_nonzero(moved & has_cache))
 
 
-def _budget(
-    stored: int,
-    moved: int,
-    ratio: float,
-    rows: MovedRows,
-) -> int:
+def _budget(stored: int, moved: int, ratio: float, rows: MovedRows) -> int:
     """How many of the stored rows to recompute. moved: how many of them are of `rows`."""
     moved_ratio = min(ratio, max(MOVED_RATIO, PER_EDITED * rows.edited)) if rows.sound is None else 0.0
     return round(ratio * (stored - moved) + moved_ratio * moved)
 
 
-def _affordable(
-    budget: int,
-    candidates: Rows,
-    bounds: Rows | None,
-) -> int:
+def _affordable(budget: int, candidates: Rows, bounds: Rows | None) -> int:
     """The budget within what there is to choose. bounds: of places whose candidates are computed all or not at all."""
     budget = min(max(0, budget), len(candidates))
     if bounds is None or not budget:

@@ -98,12 +98,7 @@ class Prefill:
 
     """
 
-    def __init__(
-        self,
-        blender: BlenderParts,
-        prompt: PromptInputs,
-        attempt: Attempt,
-    ) -> None:
+    def __init__(self, blender: BlenderParts, prompt: PromptInputs, attempt: Attempt) -> None:
         self._blender = blender
         self._decoder = blender.decoder
         self.prompt = prompt
@@ -148,12 +143,7 @@ class Prefill:
         if self.prompt.uses_store:
             self.library = self._blender.library(layout.kept_behind)
             sound = self.attempt.sound or self._decoder.workers > 1  # one worker must not fail within a pass
-            opened = open_chunks(
-                self.library,
-                layout,
-                contextual=self.attempt.config.surrogate,
-                sound=sound,
-            )
+            opened = open_chunks(self.library, layout, contextual=self.attempt.config.surrogate, sound=sound)
         if self.prompt.moved.cache is not None:
             opened.take_moved(self.prompt.moved.cache)
         return opened
@@ -205,13 +195,7 @@ class Prefill:
         self._check = CorrectionCheck(self._decoder, layout, self.assembly, self._last_scored_layer)
         self._prepare_rows()
 
-    def _notes(
-        self,
-        ratio: float,
-        *,
-        raised: bool,
-        blends: bool,
-    ) -> Iterator[str]:
+    def _notes(self, ratio: float, *, raised: bool, blends: bool) -> Iterator[str]:
         """What is done differently than configured. raised: for want of a KV correction. blends: whether chunks are used."""
         if self.attempt.instead_of is not None:
             yield _UNFIT.format(ratio)
@@ -329,13 +313,7 @@ class Prefill:
         required = self.plan.required
         uncached = required[required < layout.context.stop]
         if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
-            question = QueryAttention(
-                self._decoder,
-                self.cache,
-                layout,
-                score,
-                also=uncached,
-            )
+            question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
             self._restart_states(question.rows)
             return question
         return QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))

@@ -105,12 +105,7 @@ class QueryAttention:
     def watch(self, await_layer: OnLayer = nothing) -> None:
         """Observe the rows in one pass, which ends with the last scored layer. await_layer: see `RowRequest`."""
         self._decoder.watch_attention(
-            self._ids(),
-            self.rows,
-            self._cache,
-            self.observe,
-            last_layer=self.last_layer,
-            await_layer=await_layer,
+            self._ids(), self.rows, self._cache, self.observe, last_layer=self.last_layer, await_layer=await_layer
         )
 
     def _watch(self, *, logits: bool) -> Watch:

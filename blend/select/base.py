@@ -41,11 +41,7 @@ def scoring_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
     """
     count = len(layers)
     half = count // 2
-    bands = {
-        "all": layers,
-        "middle": layers[half : -(-5 * count // 6)],
-        "upper": layers[half:],
-    }
+    bands = {"all": layers, "middle": layers[half : -(-5 * count // 6)], "upper": layers[half:]}
     chosen = tuple(bands[name]) if name in bands else numbered_layers(name)
     if not chosen or not set(chosen) <= set(layers):
         among = f"below {count}" if count > layers[-1] else f"among {', '.join(map(str, layers))}"
@@ -116,11 +112,7 @@ def written(value: object) -> str:
     return repr(float(value)).removesuffix(".0") if isinstance(value, Real) else str(value)
 
 
-def parsed(
-    kind: type,
-    name: str,
-    text: str,
-) -> dict[str, Any]:
+def parsed(kind: type, name: str, text: str) -> dict[str, Any]:
     """Constructor arguments from the part of a spec after the colon. Raises `ConfigError`."""
     fields_by_name = {field.name: field for field in parameters(kind)}
     arguments: dict[str, Any] = {}
@@ -139,11 +131,7 @@ def parsed(
     return arguments
 
 
-def _value(
-    name: str,
-    field: Field[Any],
-    text: str,
-) -> Any:
+def _value(name: str, field: Field[Any], text: str) -> Any:
     """One parsed value; the class itself checks texts."""
     if text == AUTO and field.default is None:
         return None
@@ -295,11 +283,7 @@ def rows_of(selector: Selector, evidence: Evidence) -> Tensor:
     return chosen.to(candidates.device).sort().values
 
 
-def _broken(
-    chosen: object,
-    candidates: Tensor,
-    budget: int,
-) -> str:
+def _broken(chosen: object, candidates: Tensor, budget: int) -> str:
     """What breaks the contract in what a selector returned; empty if nothing does."""
     import torch
 

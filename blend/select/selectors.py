@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from blend.errors import ConfigError
 from blend.limits import check_fields, shown
-from blend.select.base import (
-    KV,
-    Evidence,
-    Needs,
-    QueryScore,
-    Selector,
-    best_chunks,
-    parsed,
-    top_candidates,
-)
+from blend.select.base import KV, Evidence, Needs, QueryScore, Selector, best_chunks, parsed, top_candidates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,11 +45,7 @@ class ScoringSelector(Selector):
         return top_candidates(scores, evidence)
 
 
-def _leads_first(
-    scores: Tensor,
-    evidence: Evidence,
-    lead: int,
-) -> Tensor:
+def _leads_first(scores: Tensor, evidence: Evidence, lead: int) -> Tensor:
     """Scores with the first rows of every chunk above all others."""
     starts = evidence.layout.chunk_starts(evidence.candidates)
     depth = (evidence.budget // 2 // _chunks_among(starts)).clamp_max(lead)
@@ -127,11 +114,7 @@ def seen_deviation(evidence: Evidence, of: DeviationOf) -> Tensor:
     return deviation(evidence.fresh, evidence.stored, of)
 
 
-def deviation(
-    fresh: KV,
-    stored: KV,
-    of: DeviationOf,
-) -> Tensor:
+def deviation(fresh: KV, stored: KV, of: DeviationOf) -> Tensor:
     """Squared distance of each row's keys and values `[1, kv_heads, rows, head_dim]` from the stored ones, fp32 `[rows]`."""
     import torch
 

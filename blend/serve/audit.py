@@ -43,20 +43,10 @@ OnFlip = Callable[[Prompt, Figures], None]
 def recomputed(prompt: Prompt, answer: Sequence[int]) -> Prompt:
     """The same prompt in full, with this answer as the draft; less urgent than the request was."""
     request = replace(
-        prompt.request,
-        priority=prompt.request.priority + 1,
-        trace=False,
-        deadline_s=None,
-        arrived=time.monotonic(),
+        prompt.request, priority=prompt.request.priority + 1, trace=False, deadline_s=None, arrived=time.monotonic()
     )
     return replace(
-        prompt,
-        request=request,
-        full_because=ASKED_FOR,
-        draft=tuple(answer),
-        remember=False,
-        learn=None,
-        stopped=set(),
+        prompt, request=request, full_because=ASKED_FOR, draft=tuple(answer), remember=False, learn=None, stopped=set()
     )
 
 
@@ -86,12 +76,7 @@ class _Answer:
         return self.started is not None and self.started.figures.method == "blend"
 
 
-def verified(
-    submit: Submit,
-    prompt: Prompt,
-    send: OnEvent,
-    on_flip: OnFlip,
-) -> OnEvent:
+def verified(submit: Submit, prompt: Prompt, send: OnEvent, on_flip: OnFlip) -> OnEvent:
     """Takes the events of one request, and audits its answer before it passes on the last of them.
 
     Cancelling the request cancels the audit too. An answer whose audit ends early, as at shutdown, is whole and not compared.
@@ -233,12 +218,7 @@ class Auditor:
         _, sample = turn
         prompt = recomputed(sample.prompt, sample.answer)
         request = replace(prompt.request, cancelled=threading.Event(), cold=True)
-        sampling = replace(
-            prompt.sampling,
-            max_tokens=len(sample.answer),
-            logprobs=ALTERNATIVES,
-            n=1,
-        )
+        sampling = replace(prompt.sampling, max_tokens=len(sample.answer), logprobs=ALTERNATIVES, n=1)
         full_because = ASKED_FOR if sample.blended or sample.served.rows_moved else ""
         prompt = replace(prompt, request=request, sampling=sampling, full_because=full_because)
         answer = _Answer()
@@ -250,13 +230,7 @@ class Auditor:
 
         return prompt, take
 
-    def _take_answer(
-        self,
-        sample: _Sample,
-        answer: _Answer,
-        *,
-        whole: bool,
-    ) -> None:
+    def _take_answer(self, sample: _Sample, answer: _Answer, *, whole: bool) -> None:
         if not whole:
             self._add(sample)  # interrupted: later again
         elif sample.blended or not answer.blended:  # full recompute

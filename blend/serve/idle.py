@@ -28,10 +28,7 @@ class IdleWork:
     """
 
     def __init__(
-        self,
-        engine: EmbeddedEngine,
-        find: Callable[[], tuple[Prompt, OnEvent] | None],
-        look_around: Callable[[], None],
+        self, engine: EmbeddedEngine, find: Callable[[], tuple[Prompt, OnEvent] | None], look_around: Callable[[], None]
     ) -> None:
         self._engine = engine
         self._find = find

@@ -167,12 +167,7 @@ class Metrics(Collector):
         """A token came so many seconds after the one before it."""
         self._histograms["inter_token_latency_seconds"].observe(seconds)
 
-    def finished(
-        self,
-        reason: EndReason,
-        tokens: int,
-        seconds: float,
-    ) -> None:
+    def finished(self, reason: EndReason, tokens: int, seconds: float) -> None:
         """An answer ended so many seconds after its request."""
         self._counters["generation_tokens"].inc(tokens)
         self._count("request_success", reason)

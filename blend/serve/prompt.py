@@ -65,16 +65,7 @@ class Cited(NamedTuple):
     def source(self, *, hit: bool) -> Source:
         """For a reply."""
         tokens = len(self.place.tokens)
-        return Source(
-            self.kind,
-            self.id,
-            self.document,
-            self.title,
-            self.text,
-            self.score,
-            hit,
-            tokens,
-        )
+        return Source(self.kind, self.id, self.document, self.title, self.text, self.score, hit, tokens)
 
 
 class Kept(NamedTuple):

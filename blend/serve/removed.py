@@ -62,12 +62,7 @@ class RemovedKeys:
                 self._keys.pop(key, None)
             file.executemany("DELETE FROM removed WHERE space = ? AND digest = ?", allowed)
 
-    def unless_removed(
-        self,
-        key: ChunkKey,
-        begun: float,
-        keep: Callable[[], object],
-    ) -> None:
+    def unless_removed(self, key: ChunkKey, begun: float, keep: Callable[[], object]) -> None:
         """Call `keep`, which stores this cache, unless its key is refused.
 
         begun: when the prompt began, by the clock; `KEEP_S` later nothing is stored for it.

@@ -213,13 +213,7 @@ class Service:
         self._calibrating = True
         try:
             until_idle()
-            rag.blender.calibrate(
-                rag.template.prefix,
-                chunks,
-                anew=anew,
-                provisional=provisional,
-                progress=until_idle,
-            )
+            rag.blender.calibrate(rag.template.prefix, chunks, anew=anew, provisional=provisional, progress=until_idle)
             return True
         except _GivenUpError:
             return False
@@ -248,12 +242,7 @@ class Service:
         """The next audit, if nothing else is done in idle time."""
         return None if self._calibrating else self._audits.next()
 
-    def submit(
-        self,
-        request: Request,
-        on_event: OnEvent,
-        require: Require = lambda: None,
-    ) -> None:
+    def submit(self, request: Request, on_event: OnEvent, require: Require = lambda: None) -> None:
         """Accept a request; its events go to `on_event`, from another thread.
 
         Raises as `prepare` and `compile` do, and `QueueFullError` when too many wait.
@@ -266,12 +255,7 @@ class Service:
         tenant = self.tenant(request.tenant)
         return completed(build_prompt(tenant, request, require), tenant, request, self._rules)
 
-    def end_session(
-        self,
-        tenant: str,
-        user: str,
-        session: str,
-    ) -> tuple[Forgotten, int]:
+    def end_session(self, tenant: str, user: str, session: str) -> tuple[Forgotten, int]:
         """Forget the text and the prompts' rows that only this session of a user left.
 
         Returns what was deleted of the store, and the bytes of rows in memory. Raises `StoreError`.

@@ -65,13 +65,7 @@ class TextRun(NamedTuple, Generic[Any_co]):
 
     def part(self, start: int, stop: int) -> TextRun[Any_co]:
         """Its tokens `start` to `stop - 1`, counted from its own beginning."""
-        return TextRun(
-            self.start + start,
-            self.start + stop,
-            self.name,
-            self.first + start,
-            self.text,
-        )
+        return TextRun(self.start + start, self.start + stop, self.name, self.first + start, self.text)
 
 
 class _Table(NamedTuple):
@@ -258,13 +252,7 @@ class TokenIndex(Generic[Name]):
         columns = (column[order].tolist() for column in (ats, places, numbers[long]))
         yield from zip(*columns, strict=True)
 
-    def _long_enough(
-        self,
-        text: Ids,
-        ats: Offsets,
-        places: Offsets,
-        numbers: Offsets,
-    ) -> Flags:
+    def _long_enough(self, text: Ids, ats: Offsets, places: Offsets, numbers: Offsets) -> Flags:
         """Whether the run at each place has `LEAST_RUN` tokens, judged by that many on either side."""
         starts = self._starts[numbers]
         stops = self._starts[numbers + 1]
@@ -308,11 +296,7 @@ def _common(first: Ids, second: Ids) -> int:
 _Number = TypeVar("_Number", np.int32, np.int64)
 
 
-def _appended(
-    array: NDArray[_Number],
-    used: int,
-    added: NDArray[_Number],
-) -> NDArray[_Number]:
+def _appended(array: NDArray[_Number], used: int, added: NDArray[_Number]) -> NDArray[_Number]:
     """The array with `added` behind its first `used` entries. It grows in place if there is room."""
     end = used + len(added)
     if end > len(array):

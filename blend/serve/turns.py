@@ -80,12 +80,7 @@ class Turns:
 
     """
 
-    def __init__(
-        self,
-        places: int,
-        share: int,
-        most: float = inf,
-    ) -> None:
+    def __init__(self, places: int, share: int, most: float = inf) -> None:
         self._places = places
         self._share = share
         self._most = most

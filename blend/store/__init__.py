@@ -136,10 +136,4 @@ def _backend(
     if local is not None:
         local.pins = FarPins(far, local)
     near = None if hot is None else hot_backend(hot, far.place, timeouts)
-    return TieredBackend(
-        far,
-        near,
-        local,
-        seal=seal,
-        pause_s=timeouts.pause_s,
-    )
+    return TieredBackend(far, near, local, seal=seal, pause_s=timeouts.pause_s)

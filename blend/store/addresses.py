@@ -93,10 +93,7 @@ def inside(location: str, *names: str) -> str:
 
 
 def remote_backend(
-    location: str,
-    timeouts: Timeouts,
-    budget_bytes: int | None = None,
-    local: Backend | None = None,
+    location: str, timeouts: Timeouts, budget_bytes: int | None = None, local: Backend | None = None
 ) -> Backend:
     """The backend at an address; no server is asked yet.
 
@@ -190,11 +187,7 @@ class Origin(NamedTuple):
     hot: str | None
 
 
-def replica_of(
-    address: str,
-    cache: Path | None,
-    hot: str | None,
-) -> Path:
+def replica_of(address: str, cache: Path | None, hot: str | None) -> Path:
     """The directory, by default one of this user's, that stands for the store at `address`. Nothing is asked of the store.
 
     Raises `ConfigError` for wrong addresses or a directory that stands for another store, `StoreError` when it cannot be made.

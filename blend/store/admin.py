@@ -66,12 +66,7 @@ class Sources(NamedTuple):
     unread: tuple[str, ...]
 
 
-def write_sources(
-    store: ChunkStore,
-    corpus: str,
-    namespace: str,
-    documents: Documents,
-) -> None:
+def write_sources(store: ChunkStore, corpus: str, namespace: str, documents: Documents) -> None:
     """Replace the note of a corpus and a model. Nothing is pruned meanwhile.
 
     Namespaces of the last note stay in it, so that caches in them count as unused.

@@ -187,12 +187,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def swap(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Compare and swap, atomic between all processes: put `content` if the name holds exactly `was` (None: nothing).
 
         For small contents, such as manifests. Returns whether it did. After a `StoreError` that is not known.

@@ -65,13 +65,7 @@ class ChunkStore:
 
     folder: Path | None = None
 
-    def __init__(
-        self,
-        backend: Backend,
-        codec: Codec,
-        seal: Seal,
-        pool: ChunkPool | None = None,
-    ) -> None:
+    def __init__(self, backend: Backend, codec: Codec, seal: Seal, pool: ChunkPool | None = None) -> None:
         self.backend = backend
         self.codec = codec
         self.pool = pool
@@ -123,11 +117,7 @@ class ChunkStore:
         self._touch_used()
         return self._opened_many(keys, self.backend.open_many)
 
-    def _opened_many(
-        self,
-        keys: Sequence[ChunkKey],
-        open_blobs: _OpenBlobs,
-    ) -> list[Opened]:
+    def _opened_many(self, keys: Sequence[ChunkKey], open_blobs: _OpenBlobs) -> list[Opened]:
         blobs = open_blobs([cache_name(key) for key in keys])
         try:
             return [self._opened(key, blob) for key, blob in zip(keys, blobs, strict=True)]
@@ -199,19 +189,11 @@ class ChunkStore:
             self.advance()
         return len(unused)
 
-    def describe(
-        self,
-        namespace: str,
-        description: Mapping[str, str],
-    ) -> None:
+    def describe(self, namespace: str, description: Mapping[str, str]) -> None:
         """Remember in words what a namespace stands for, such as {"model": "..."}. Raises `StoreError`."""
         self.backend.put(description_name(namespace), [as_json(description)])
 
-    def describe_new(
-        self,
-        namespace: str,
-        description: Mapping[str, str],
-    ) -> None:
+    def describe_new(self, namespace: str, description: Mapping[str, str]) -> None:
         """`describe` a namespace that has no description yet. Raises `StoreError`."""
         self.backend.swap(description_name(namespace), as_json(description), None)
 
@@ -277,12 +259,7 @@ class ChunkStore:
             content = None if raw is None else unpack_artifact(name, raw, self._seal)
         return raw, content
 
-    def swap_manifest(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap_manifest(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Seal and keep a manifest if the last one is still kept as `was`; whether it did. Raises `StoreError`."""
         self._mark_key()
         return self.backend.swap(name, pack_artifact(name, content, self._seal), was)
@@ -315,11 +292,7 @@ class ChunkStore:
         """Those of these keys that have an entry in any tier."""
         return self._usable(keys, self.backend.open_many)
 
-    def _usable(
-        self,
-        keys: Iterable[ChunkKey],
-        open_blobs: _OpenBlobs,
-    ) -> set[ChunkKey]:
+    def _usable(self, keys: Iterable[ChunkKey], open_blobs: _OpenBlobs) -> set[ChunkKey]:
         usable: set[ChunkKey] = set()
         for batch in in_batches(list(dict.fromkeys(keys)), _AT_ONCE):
             for key, reader in zip(batch, self._opened_many(batch, open_blobs), strict=True):

@@ -38,11 +38,7 @@ class Codec(ABC):
     unrotated: bool = False
 
     @abstractmethod
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-    ) -> dict[str, Tensor]:
+    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Contiguous CPU tensors of three dimensions under `parts`, which share no memory with the arguments.
 
         keys, values: `[kv_heads, tokens, head_dim]` each, on any device.
@@ -50,11 +46,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(
-        self,
-        parts: Parts,
-        dtype: torch.dtype | None,
-    ) -> KeysAndValues:
+    def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
         """Keys and values in `dtype`, each `[kv_heads, tokens, head_dim]`; they may share memory with `parts`.
 
         Without a dtype, in the floating-point dtype that is cheapest to make: the caller copies them elsewhere. Raises
@@ -74,19 +66,11 @@ class CastCodec(Codec):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-    ) -> dict[str, Tensor]:
+    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Both tensors rounded to the nearest value of the dtype; raises `StoreError` where one exceeds its range."""
         return {"k": self._cast(keys), "v": self._cast(values)}
 
-    def decode(
-        self,
-        parts: Parts,
-        dtype: torch.dtype | None,
-    ) -> KeysAndValues:
+    def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
         """Both tensors widened or rounded to `dtype`; no copy without one, or when they have it already."""
         for part in parts.values():
             if self.name not in ("native", dtype_name(part.dtype)) or not part.dtype.is_floating_point:
@@ -162,22 +146,14 @@ class GridCodec(Codec):
     def _unpack(self, packed: Tensor, out: Tensor) -> None:
         """Write into float32 `[kv_heads, tokens, head_dim]`, each head's rows contiguous."""
 
-    def encode(
-        self,
-        keys: Tensor,
-        values: Tensor,
-    ) -> dict[str, Tensor]:
+    def encode(self, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
         """Numbers, and under ".s" the centres and then the steps of all groups, bfloat16 `[kv_heads, 2 * groups, head_dim]`."""
         encoded = {}
         for states, (name, scales) in zip((keys, values), _PAIRS, strict=True):
             encoded[name], encoded[scales] = self._encoded(states)
         return encoded
 
-    def decode(
-        self,
-        parts: Parts,
-        dtype: torch.dtype | None,
-    ) -> KeysAndValues:
+    def decode(self, parts: Parts, dtype: torch.dtype | None) -> KeysAndValues:
         """Into new tensors, float32 without a dtype; other dtypes by way of float32, where nothing more is rounded."""
         import torch
 
@@ -217,12 +193,7 @@ class GridCodec(Codec):
         packed = self._pack(numbers.flatten(1, 2)[:, :tokens])
         return packed.cpu(), scales.cpu()
 
-    def _grid(
-        self,
-        states: Tensor,
-        centre: Tensor,
-        extent: Tensor,
-    ) -> Grid:
+    def _grid(self, states: Tensor, centre: Tensor, extent: Tensor) -> Grid:
         """The grid over so much of the states' extent, `[kv_heads, groups, tokens, head_dim]`."""
         # A little more than it takes, so that rounding to bfloat16 leaves nothing beyond the last step.
         step = extent * ((1 + 2**-8) / self.most)
@@ -286,12 +257,7 @@ def _better(states: Tensor, new: Grid, old: Grid) -> Grid:
     return centre, step, numbers
 
 
-def _error(
-    states: Tensor,
-    centre: Tensor,
-    step: Tensor,
-    numbers: Tensor,
-) -> Tensor:
+def _error(states: Tensor, centre: Tensor, step: Tensor, numbers: Tensor) -> Tensor:
     """Squared error of each group and channel, `[kv_heads, groups, 1, head_dim]`."""
     errors = numbers * step - (states - centre)
     return errors.square_().sum(2, keepdim=True)

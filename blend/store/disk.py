@@ -83,12 +83,7 @@ class DiskBackend(Backend):
     other `pins` are set.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        budget_bytes: int | None = None,
-        files: StoreFiles | None = None,
-    ) -> None:
+    def __init__(self, root: Path, budget_bytes: int | None = None, files: StoreFiles | None = None) -> None:
         require_budget(budget_bytes)
         self.root = root
         self.place = str(root)
@@ -146,12 +141,7 @@ class DiskBackend(Backend):
                 self._evictions += self._files.remove(self.root / stored.name)
         self._room = budget - most
 
-    def swap(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Swap under another lock than `writing`, which may be held meanwhile."""
         with locked(self._files, ".swapping"):
             if self.read(name) != was:

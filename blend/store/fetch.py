@@ -127,11 +127,7 @@ class LocalCopy(EntryBlob):
 
     """
 
-    def __init__(
-        self,
-        copy: Copy,
-        replace: Callable[[StoreError], Download],
-    ) -> None:
+    def __init__(self, copy: Copy, replace: Callable[[StoreError], Download]) -> None:
         super().__init__(copy.header)
         self._copy = copy
         self._replace = replace

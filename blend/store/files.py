@@ -63,11 +63,7 @@ class StoreFiles:
 
     """
 
-    def __init__(
-        self,
-        root: Path,
-        local: Backend | None = None,
-    ) -> None:
+    def __init__(self, root: Path, local: Backend | None = None) -> None:
         self.root = root
         self.tmp = root / "tmp"
         self._local = local
@@ -141,11 +137,7 @@ class StoreFiles:
         except OSError as error:
             raise self.failed("read", error) from None
 
-    def write(
-        self,
-        path: Path,
-        blobs: Iterable[bytes | memoryview],
-    ) -> None:
+    def write(self, path: Path, blobs: Iterable[bytes | memoryview]) -> None:
         """Replace the file at `path`."""
         self.require_writable()
         try:
@@ -211,11 +203,7 @@ class StoreFiles:
             path.chmod(self._folder_mode())
 
 
-def unusable(
-    root: Path,
-    error: OSError,
-    doing: str = "written",
-) -> StoreError:
+def unusable(root: Path, error: OSError, doing: str = "written") -> StoreError:
     """The one-line error for a store that cannot be read or written, with the remedy."""
     if error.errno in _FULL:
         remedy = "free disk space or set a smaller budget"

@@ -171,11 +171,7 @@ def tensor_name(index: int, part: str) -> str:
     return f"{index:03d}.{part}"
 
 
-def pack_header(
-    metadata: Mapping[str, str],
-    tensors: Mapping[str, Any],
-    seal: Seal,
-) -> bytes:
+def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any], seal: Seal) -> bytes:
     """The header as it stands in the file, sealed. metadata: all of `__metadata__` but the checksum."""
     fields = {"__metadata__": {"blake3": "0" * DIGEST_CHARS, **metadata}, **tensors}
     text = json.dumps(fields, separators=(",", ":")).encode()
@@ -186,12 +182,7 @@ def pack_header(
     return bytes(raw)
 
 
-def decode_header(
-    raw: bytes,
-    key: ChunkKey,
-    file_size: int,
-    seal: Seal,
-) -> EntryHeader:
+def decode_header(raw: bytes, key: ChunkKey, file_size: int, seal: Seal) -> EntryHeader:
     """Parse a header.
 
     Nothing is believed because the digest holds: without a store key anyone can make one that does.
@@ -255,12 +246,7 @@ def _require_whole(header: EntryHeader, file_size: int) -> None:
 
 
 def _layers(
-    tensors: dict[str, Any],
-    codec: Codec,
-    checksums: list[str],
-    *,
-    data_start: int,
-    operators: bool,
+    tensors: dict[str, Any], codec: Codec, checksums: list[str], *, data_start: int, operators: bool
 ) -> Iterator[LayerLayout]:
     """Where each range lies: one right behind the other, in each the tensors in the order in which `entry` writes them."""
     layer_begin = 0
@@ -281,11 +267,7 @@ def _layers(
         layer_begin += nbytes
 
 
-def _part(
-    part: str,
-    name: str,
-    tensors: Mapping[str, object],
-) -> PartLayout:
+def _part(part: str, name: str, tensors: Mapping[str, object]) -> PartLayout:
     """One tensor, its offset counted from the first byte of the data."""
     spec = _fields(tensors.get(name), name)
     stored = _type(spec.get("dtype"))
@@ -315,12 +297,7 @@ class EncodedEntry(NamedTuple):
         return len(self.header) + sum(blob.nbytes for blob in self.blobs)
 
 
-def encode_entry(
-    key: ChunkKey,
-    cache: ChunkCache,
-    codec: Codec,
-    seal: Seal,
-) -> EncodedEntry:
+def encode_entry(key: ChunkKey, cache: ChunkCache, codec: Codec, seal: Seal) -> EncodedEntry:
     """The file of a cache.
 
     Args:
@@ -384,11 +361,7 @@ def _flat(part: Tensor) -> Tensor:
     return part.detach().cpu().contiguous().view(1, 1, -1)
 
 
-def _encoded(
-    codec: Codec,
-    keys: Tensor,
-    values: Tensor,
-) -> dict[str, Tensor]:
+def _encoded(codec: Codec, keys: Tensor, values: Tensor) -> dict[str, Tensor]:
     parts = codec.encode(keys, values)
     is_storable = set(parts) == set(codec.parts)
     for part in parts.values():

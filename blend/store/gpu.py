@@ -34,11 +34,7 @@ class GpuTier:
 
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        copy: Callable[[ChunkKV], ChunkKV],
-    ) -> None:
+    def __init__(self, budget_bytes: int, copy: Callable[[ChunkKV], ChunkKV]) -> None:
         self.budget_bytes = budget_bytes
         self._copy = copy
         self._chunks: OrderedDict[ReadyChunk, int] = OrderedDict()  # only the thread below looks at it
@@ -46,11 +42,7 @@ class GpuTier:
         self._threads = ThreadPoolExecutor(1, "kvblend-gpu-tier")
 
     @classmethod
-    def on(
-        cls,
-        device: torch.device,
-        budget_bytes: int | None,
-    ) -> GpuTier:
+    def on(cls, device: torch.device, budget_bytes: int | None) -> GpuTier:
         """A tier in this GPU's memory; without a budget a share of what is free there now."""
         import torch
 

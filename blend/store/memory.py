@@ -37,12 +37,7 @@ class MemoryBackend(Backend):
         """Keep a copy in one piece."""
         self._blobs[name] = MemoryBlob(memoryview(bytearray().join(blobs)))
 
-    def swap(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Compare and replace under a lock."""
         with self._lock:
             blob = self._blobs.get(name)

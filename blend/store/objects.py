@@ -43,13 +43,7 @@ class ObjectBlob(Blob):
 
     """
 
-    def __init__(
-        self,
-        backend: ObjectBackend,
-        name: str,
-        about: ObjectMeta,
-        head: bytes,
-    ) -> None:
+    def __init__(self, backend: ObjectBackend, name: str, about: ObjectMeta, head: bytes) -> None:
         self._backend = backend
         self._name = name
         self._about = about
@@ -89,12 +83,7 @@ class ObjectBackend(ServerBackend):
 
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        once: ObjectStore,
-        place: str,
-    ) -> None:
+    def __init__(self, store: ObjectStore, once: ObjectStore, place: str) -> None:
         self.store = store
         self._once = once
         self.place = place
@@ -115,11 +104,7 @@ class ObjectBackend(ServerBackend):
                 return None
         return ObjectBlob(self, name, about, beginning)
 
-    def run(
-        self,
-        call: Callable[[T], R],
-        items: Sequence[T],
-    ) -> list[R]:
+    def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """`call` each item, `AT_ONCE` at the same time. Raises what a call raises."""
         if len(items) < 2:
             return [call(item) for item in items]
@@ -130,12 +115,7 @@ class ObjectBackend(ServerBackend):
         with self.exchange("written"):
             obstore.put(self.store, name, b"".join(blobs))
 
-    def swap(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Look at what the name holds, then write on condition that it still holds that."""
         if was is None:
             return self._put_once(name, content, "create")
@@ -149,21 +129,10 @@ class ObjectBackend(ServerBackend):
             return False
         return current == was and self._put_once(name, content, blob.version)
 
-    def _put_once(
-        self,
-        name: str,
-        content: bytes,
-        mode: Literal["create"] | UpdateVersion,
-    ) -> bool:
+    def _put_once(self, name: str, content: bytes, mode: Literal["create"] | UpdateVersion) -> bool:
         with self.exchange("written"):
             try:
-                obstore.put(
-                    self._once,
-                    name,
-                    content,
-                    mode=mode,
-                    use_multipart=False,
-                )
+                obstore.put(self._once, name, content, mode=mode, use_multipart=False)
             except (AlreadyExistsError, PreconditionError):
                 return False
         return True

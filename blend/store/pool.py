@@ -68,11 +68,7 @@ class ChunkPool:
 
     """
 
-    def __init__(
-        self,
-        budget_bytes: int | None = None,
-        gpu_budget_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, budget_bytes: int | None = None, gpu_budget_bytes: int | None = None) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise ConfigError(f"{budget_bytes} bytes of memory for chunk caches; it must be a positive number")
         self.budget_bytes = budget_bytes
@@ -123,12 +119,7 @@ class ChunkPool:
             counts = (self._hits, self._misses, self._evictions)
             return MemoryStats(*counts, len(self._order), self._nbytes, self.budget_bytes or 0)
 
-    def table(
-        self,
-        store: object,
-        namespace: str,
-        generation: str,
-    ) -> dict[Tokens, ReadyChunk]:
+    def table(self, store: object, namespace: str, generation: str) -> dict[Tokens, ReadyChunk]:
         """The chunks of a namespace that are as the store has them in this generation, by their tokens."""
         with self._lock:
             tables = self._tables[store]
@@ -137,12 +128,7 @@ class ChunkPool:
                 tables.generation = generation
             return tables.current.setdefault(namespace, {})
 
-    def checked(
-        self,
-        store: object,
-        address: ChunkKey,
-        beginning: bytes,
-    ) -> ReadyChunk | None:
+    def checked(self, store: object, address: ChunkKey, beginning: bytes) -> ReadyChunk | None:
         """A chunk from before the store changed, if its entry still begins so; it is looked up again from now on."""
         with self._lock:
             tables = self._tables[store]
@@ -155,14 +141,7 @@ class ChunkPool:
             tables.current.setdefault(address.namespace, {})[chunk.key.chunk] = chunk
             return chunk
 
-    def keep(
-        self,
-        store: object,
-        chunk: ReadyChunk,
-        *,
-        generation: str,
-        lease: Lease,
-    ) -> None:
+    def keep(self, store: object, chunk: ReadyChunk, *, generation: str, lease: Lease) -> None:
         """Hold a chunk whose layers are all there.
 
         Not if it is larger than the budget, or if it was replaced or deleted since it was opened.

@@ -36,12 +36,7 @@ class ChunkReader:
 
     """
 
-    def __init__(
-        self,
-        blob: Blob,
-        key: ChunkKey,
-        header: EntryHeader,
-    ) -> None:
+    def __init__(self, blob: Blob, key: ChunkKey, header: EntryHeader) -> None:
         self.tokens = header.tokens
         self.layers = header.depth
         self.start = header.start
@@ -75,12 +70,7 @@ class ChunkReader:
                 raise damaged(self._key, f"layer {index} has shape {list(tensor.shape)} for {self.tokens} tokens")
         return keys, values
 
-    def read_into(
-        self,
-        index: int,
-        keys_out: Tensor,
-        values_out: Tensor,
-    ) -> None:
+    def read_into(self, index: int, keys_out: Tensor, values_out: Tensor) -> None:
         """Decode one layer into two `[kv_heads, tokens, head_dim]` tensors of any floating dtype and device.
 
         The cheapest way into a larger cache: pass slices of it. Raises as `layer` does, and `EntryDamagedError` when the shapes
@@ -91,11 +81,7 @@ class ChunkReader:
             if parts or keys_out.numel() or values_out.numel():
                 _copy(self._header.codec.decode(parts, None), (keys_out, values_out))
 
-    def read_parts(
-        self,
-        index: int,
-        outs: Mapping[str, Tensor],
-    ) -> None:
+    def read_parts(self, index: int, outs: Mapping[str, Tensor]) -> None:
         """Copy a layer's numbers and scales, as its codec made them, into tensors of their shapes. Raises as `layer` does."""
         parts = self._read(index)
         with self._decoding(index):
@@ -134,12 +120,7 @@ class ChunkReader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _read(
-        self,
-        index: int,
-        *,
-        operator: bool = False,
-    ) -> dict[str, Tensor]:
+    def _read(self, index: int, *, operator: bool = False) -> dict[str, Tensor]:
         """The parts of the layer's KV, or of its operator, verified."""
         import torch
 

@@ -65,11 +65,7 @@ class ReadyChunk:
             operators=tuple(self.operators),
         )
 
-    def layer(
-        self,
-        index: int,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, decoded, `[kv_heads, tokens, head_dim]`. Do not write to them."""
         from blend.store.codecs import get_codec
 
@@ -84,9 +80,4 @@ class ReadyChunk:
 
 def parts_of(kv: ChunkKV, index: int) -> dict[str, Tensor]:
     """A layer's numbers and scales under the names that codecs give them."""
-    return {
-        "k": kv.keys[index],
-        "k.s": kv.key_scales[index],
-        "v": kv.values[index],
-        "v.s": kv.value_scales[index],
-    }
+    return {"k": kv.keys[index], "k.s": kv.key_scales[index], "v": kv.values[index], "v.s": kv.value_scales[index]}

@@ -17,14 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import (
-    CACHES,
-    Blob,
-    Buffer,
-    Found,
-    Stored,
-    in_batches,
-)
+from blend.store.backend import CACHES, Blob, Buffer, Found, Stored, in_batches
 from blend.store.breaker import Timeouts
 from blend.store.lease import ServerBackend
 
@@ -57,13 +50,7 @@ class RedisBlob(Blob):
 
     """
 
-    def __init__(
-        self,
-        backend: RedisBackend,
-        key: bytes,
-        nbytes: int,
-        head: bytes,
-    ) -> None:
+    def __init__(self, backend: RedisBackend, key: bytes, nbytes: int, head: bytes) -> None:
         self._backend = backend
         self._key = key
         self.nbytes = nbytes
@@ -93,13 +80,7 @@ class RedisBackend(ServerBackend):
 
     """
 
-    def __init__(
-        self,
-        url: str,
-        prefix: str,
-        place: str,
-        timeouts: Timeouts,
-    ) -> None:
+    def __init__(self, url: str, prefix: str, place: str, timeouts: Timeouts) -> None:
         # Once more for a connection that the server has closed since; not for one that does not answer, which would wait twice.
         again: Any = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
         self.client: redis.Redis = redis.Redis.from_url(
@@ -133,12 +114,7 @@ class RedisBackend(ServerBackend):
         with self.exchange("written"):
             self.client.set(self._key(name), content, ex=lives_s)
 
-    def swap(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Swap by a script on the server."""
         with self.exchange("written"):
             condition = ("0", "") if was is None else ("1", was)

@@ -24,12 +24,7 @@ class Tier:
     Each kind of failure is logged once. kind: "far", "hot" or "local".
     """
 
-    def __init__(
-        self,
-        kind: str,
-        backend: Backend,
-        pause_s: float,
-    ) -> None:
+    def __init__(self, kind: str, backend: Backend, pause_s: float) -> None:
         self.kind = kind
         self.backend = backend
         self._breaker = CircuitBreaker(pause_s)

@@ -61,12 +61,7 @@ class TierSearch:
 
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        seal: Seal,
-        pool: FetchPool,
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], seal: Seal, pool: FetchPool) -> None:
         self._tiers = tiers
         self._far = tiers[-1]
         self._seal = seal
@@ -105,13 +100,7 @@ class TierSearch:
         self._count("missing", sum(blob is None for blob in blobs))
         return blobs
 
-    def _entry(
-        self,
-        tier: Tier,
-        name: str,
-        blob: Found,
-        group: list[Download],
-    ) -> Found:
+    def _entry(self, tier: Tier, name: str, blob: Found, group: list[Download]) -> Found:
         """What readers get of that blob of a tier; None for an unusable copy in a nearer one. Raises `StoreError`."""
         if isinstance(blob, Blob) and name.startswith(CACHES):
             try:
@@ -128,12 +117,7 @@ class TierSearch:
             return None
         return blob
 
-    def _checked(
-        self,
-        tier: Tier,
-        name: str,
-        blob: Blob,
-    ) -> Copy:
+    def _checked(self, tier: Tier, name: str, blob: Blob) -> Copy:
         """An open copy, if its header is that of the entry of this name. Raises `EntryDamagedError` or `StoreError`."""
         try:
             with tier.guard():
@@ -142,13 +126,7 @@ class TierSearch:
             blob.close()
             raise
 
-    def _begin(
-        self,
-        name: str,
-        header: EntryHeader,
-        copy: Copy | None,
-        group: list[Download],
-    ) -> Download:
+    def _begin(self, name: str, header: EntryHeader, copy: Copy | None, group: list[Download]) -> Download:
         """A download, or the one that is under way, if it is of the same bytes. copy: what is tried before the far place."""
         with self._lock:
             current = self._downloads.get(name)
@@ -158,33 +136,17 @@ class TierSearch:
                 return current
             fetch = partial(self._fetch, name, header, copy)
             keep = partial(self._keep, name, copy.tier if copy else self._far)
-            download = Download(
-                header,
-                fetch,
-                keep,
-                pool=self._pool,
-                group=group,
-            )
+            download = Download(header, fetch, keep, pool=self._pool, group=group)
             group.append(download)
             self._downloads[name] = download
             return download
 
-    def _replaced(
-        self,
-        name: str,
-        copy: Copy,
-        error: StoreError,
-    ) -> Download:
+    def _replaced(self, name: str, copy: Copy, error: StoreError) -> Download:
         """A download in place of a file that failed with this error."""
         copy.tier.report(name, error)
         return self._begin(name, copy.header, None, [])
 
-    def _fetch(
-        self,
-        name: str,
-        header: EntryHeader,
-        copy: Copy | None,
-    ) -> memoryview:
+    def _fetch(self, name: str, header: EntryHeader, copy: Copy | None) -> memoryview:
         """All bytes of an entry, verified; after an error once more, from the far place: bytes change on the way."""
         try:
             if copy is not None:
@@ -208,13 +170,7 @@ class TierSearch:
             blob.close()
         raise EntryDamagedError("it cannot be read, and no other place holds it")
 
-    def _keep(
-        self,
-        name: str,
-        source: Tier,
-        download: Download,
-        content: memoryview,
-    ) -> None:
+    def _keep(self, name: str, source: Tier, download: Download, content: memoryview) -> None:
         """Write a whole entry to the tiers nearer than its source, unless it was put or deleted meanwhile."""
         self._count("fetched_bytes", content.nbytes)
         with self._lock:
@@ -244,13 +200,7 @@ class TieredBackend(Backend):
     is_elsewhere = True
 
     def __init__(
-        self,
-        far: Backend,
-        hot: Backend | None = None,
-        local: Backend | None = None,
-        *,
-        seal: Seal,
-        pause_s: float,
+        self, far: Backend, hot: Backend | None = None, local: Backend | None = None, *, seal: Seal, pause_s: float
     ) -> None:
         self.place = far.place
         self._seal = seal
@@ -338,12 +288,7 @@ class TieredBackend(Backend):
                 return False
         return not name.startswith((CACHES, INDEXES))
 
-    def _nearer(
-        self,
-        kind: str,
-        call: Callable[[Backend], T],
-        otherwise: T,
-    ) -> T:
+    def _nearer(self, kind: str, call: Callable[[Backend], T], otherwise: T) -> T:
         """Do this in a nearer tier; `otherwise` where there is none, or it fails."""
         tier = self._tiers.get(kind)
         return otherwise if tier is None else tier.attempt(call, otherwise)
@@ -354,12 +299,7 @@ class TieredBackend(Backend):
             far.put(name, blobs)
         self._forget(name)
 
-    def swap(
-        self,
-        name: str,
-        content: bytes,
-        was: bytes | None,
-    ) -> bool:
+    def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Swap in the far place."""
         with self._far.guard() as far:
             is_swapped = far.swap(name, content, was)

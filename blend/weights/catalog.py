@@ -38,11 +38,7 @@ class CatalogModel:
     sha256: str
 
 
-def _pieces(
-    project: str,
-    count: int,
-    version: str,
-) -> tuple[str, ...]:
+def _pieces(project: str, count: int, version: str) -> tuple[str, ...]:
     return tuple(f"{project}{number}=={version}" for number in range(1, count + 1))
 
 
@@ -100,12 +96,7 @@ CATALOG = {model.name: model for model in _MODELS}
 
 
 # In the order in which transformers looks for them; an index names the files of a divided checkpoint.
-_NAMES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def checkpoint_files(find: Callable[[str], Path | None]) -> list[Path] | None:

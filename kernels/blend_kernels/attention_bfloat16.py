@@ -37,13 +37,7 @@ def pays_off(q: Tensor, k: Tensor) -> bool:
     return q.dtype == torch.bfloat16 and pairs >= LEAST_PAIRS and multiplies_fast()
 
 
-def attend_bfloat16(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    last: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attend_bfloat16(q: Tensor, k: Tensor, v: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of bfloat16 rows, each over the keys up to its last visible one.
 
     Args:
@@ -97,11 +91,7 @@ def attend_bfloat16(
     return out.view(batch, heads, rows, -1), lse.view(batch, heads, rows)
 
 
-def _most(
-    last: Tensor,
-    first: int,
-    stop: int,
-) -> Tensor | None:
+def _most(last: Tensor, first: int, stop: int) -> Tensor | None:
     """The largest score that keys `first` to `stop - 1` may have: minus infinity where a row of the block does not see them.
 
     `[rows, keys]`; None if the rows see all keys.
@@ -112,12 +102,7 @@ def _most(
     return torch.where(hidden, -math.inf, math.inf).bfloat16()
 
 
-def _score(
-    queries: Tensor,
-    keys: Tensor,
-    most: Tensor | None,
-    out: Tensor,
-) -> Tensor:
+def _score(queries: Tensor, keys: Tensor, most: Tensor | None, out: Tensor) -> Tensor:
     torch.bmm(queries, keys, out=out)
     if most is not None:
         rows, ragged_keys = most.shape

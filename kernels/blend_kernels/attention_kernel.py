@@ -40,11 +40,7 @@ def load_keys(
     if MASKED:
         m_key = (i_key + o_key >= i_low) & (i_key + o_key < i_end)
         if OFFSET + D > DIM:
-            return tl.load(
-                p_x,
-                mask=m_key[:, None] & (o_dim[None, :] < DIM),
-                other=0.0,
-            )
+            return tl.load(p_x, mask=m_key[:, None] & (o_dim[None, :] < DIM), other=0.0)
         return tl.load(p_x, mask=m_key[:, None], other=0.0)
     if OFFSET + D > DIM:
         return tl.load(p_x, mask=o_dim[None, :] < DIM, other=0.0)
@@ -97,12 +93,7 @@ def attend_keys(
             b_k0 = k_desc.load([i_kdesc + i_key, 0])
         else:
             b_k0 = load_keys(k_ptr, i_key, s_kn, i_low, i_end, N, 0, D0, HEAD_DIM, MASKED)
-        b_s = product(
-            b_q0,
-            tl.trans(b_k0),
-            tl.zeros([b_q0.shape[0], N], tl.float32),
-            PRECISION,
-        )
+        b_s = product(b_q0, tl.trans(b_k0), tl.zeros([b_q0.shape[0], N], tl.float32), PRECISION)
         if D1 > 0:
             b_k1 = load_keys(k_ptr, i_key, s_kn, i_low, i_end, N, D0, D1, HEAD_DIM, MASKED)
             b_s = product(b_q1, tl.trans(b_k1), b_s, PRECISION)
@@ -206,39 +197,18 @@ def attend_ranges(
 
 
 @triton.jit
-def load_queries(
-    p_q,
-    o_d0,
-    m_line,
-    HEAD_DIM: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
-):
+def load_queries(p_q, o_d0, m_line, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
     # [M, D0], [M, D1]: the queries of every line; the first again if a head is not cut in two
-    b_q0 = tl.load(
-        p_q + o_d0[None, :],
-        mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM),
-        other=0.0,
-    )
+    b_q0 = tl.load(p_q + o_d0[None, :], mask=m_line[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
     b_q1 = b_q0
     if D1 > 0:
         o_d1 = D0 + tl.arange(0, D1)
-        b_q1 = tl.load(
-            p_q + o_d1[None, :],
-            mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM),
-            other=0.0,
-        )
+        b_q1 = tl.load(p_q + o_d1[None, :], mask=m_line[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
     return b_q0, b_q1
 
 
 @triton.jit
-def lines_of(
-    i_line,
-    i_head,
-    n_rows,
-    GROUP: tl.constexpr,
-    M: tl.constexpr,
-):
+def lines_of(i_line, i_head, n_rows, GROUP: tl.constexpr, M: tl.constexpr):
     # row and query head of every line of a tile; lines past the end repeat the last row and are not stored
     o_line = i_line + tl.arange(0, M)
     o_row = tl.minimum(o_line // GROUP, n_rows - 1)
@@ -254,14 +224,7 @@ def visible(pos_ptr, o_row, i_first, i_last, n_keys):
 
 
 @triton.jit
-def key_loops(
-    i_first_end,
-    i_end,
-    window,
-    N: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+def key_loops(i_first_end, i_end, window, N: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr):
     # ragged [i_from, i_full), seen by all rows [i_full, i_ragged), ragged [i_ragged, i_stop); all but i_stop on tile bounds
     i_low = 0
     i_full = 0
@@ -285,12 +248,7 @@ def add_sinks(b_acc0, b_acc1, b_max, b_sum, p_sink):
     b_sink = tl.load(p_sink).to(tl.float32) * 1.4426950408889634
     b_new = tl.maximum(b_max, b_sink)
     b_old = tl.exp2(b_max - b_new)
-    return (
-        b_acc0 * b_old[:, None],
-        b_acc1 * b_old[:, None],
-        b_new,
-        b_sum * b_old + tl.exp2(b_sink - b_new),
-    )
+    return (b_acc0 * b_old[:, None], b_acc1 * b_old[:, None], b_new, b_sum * b_old + tl.exp2(b_sink - b_new))
 
 
 @triton.jit
@@ -311,28 +269,16 @@ def store_results(
     # of every line; lines that are no row or saw nothing: zeros, and minus infinity as their log-sum-exp
     m_any = m_row & (b_sum != 0.0)
     b_norm = tl.where(m_any, b_sum, 1.0)
-    b_lse = tl.where(
-        m_any,
-        (b_max + tl.log2(b_norm)) * 0.6931471805599453,
-        float("-inf"),
-    )
+    b_lse = tl.where(m_any, (b_max + tl.log2(b_norm)) * 0.6931471805599453, float("-inf"))
     tl.store(lse_ptr + o_out, b_lse, mask=m_line)
     p_o = out_ptr + o_out[:, None] * VALUE_DIM
     o_v0 = tl.arange(0, V0)
     b_o0 = tl.where(m_any[:, None], b_acc0 / b_norm[:, None], 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(
-        p_o + o_v0[None, :],
-        b_o0,
-        mask=m_line[:, None] & (o_v0[None, :] < VALUE_DIM),
-    )
+    tl.store(p_o + o_v0[None, :], b_o0, mask=m_line[:, None] & (o_v0[None, :] < VALUE_DIM))
     if V1 > 0:
         o_v1 = V0 + tl.arange(0, V1)
         b_o1 = tl.where(m_any[:, None], b_acc1 / b_norm[:, None], 0.0).to(out_ptr.dtype.element_ty)
-        tl.store(
-            p_o + o_v1[None, :],
-            b_o1,
-            mask=m_line[:, None] & (o_v1[None, :] < VALUE_DIM),
-        )
+        tl.store(p_o + o_v1[None, :], b_o1, mask=m_line[:, None] & (o_v1[None, :] < VALUE_DIM))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "n_batch", "window"])
@@ -448,11 +394,7 @@ def merge_parts(
     n_out = tl.num_programs(0).to(tl.int64)
     # [S]
     o_split = tl.arange(0, S)
-    b_lse = tl.load(
-        part_lse_ptr + o_split * n_out + i_out,
-        mask=o_split < n_splits,
-        other=float("-inf"),
-    )
+    b_lse = tl.load(part_lse_ptr + o_split * n_out + i_out, mask=o_split < n_splits, other=float("-inf"))
     b_max = tl.max(b_lse, 0)
     if SINKS:
         b_sink = tl.load(sink_ptr + i_out % n_heads).to(tl.float32)
@@ -462,29 +404,15 @@ def merge_parts(
     if SINKS:
         b_sum += tl.exp(b_sink - b_max)
     b_norm = tl.where(b_sum != 0.0, b_sum, 1.0)
-    tl.store(
-        lse_ptr + i_out,
-        tl.where(b_sum != 0.0, b_max + tl.log(b_norm), float("-inf")),
-    )
+    tl.store(lse_ptr + i_out, tl.where(b_sum != 0.0, b_max + tl.log(b_norm), float("-inf")))
     # [AT_ONCE, V]: parts that saw nothing may never have been written
     o_dim = tl.arange(0, V)
     m_dim = o_dim < VALUE_DIM
     b_out = tl.zeros([V], tl.float32)
     for i_split in tl.static_range(0, S, AT_ONCE):
         o_split = i_split + tl.arange(0, AT_ONCE)
-        b_part = tl.load(
-            part_lse_ptr + o_split * n_out + i_out,
-            mask=o_split < n_splits,
-            other=float("-inf"),
-        )
+        b_part = tl.load(part_lse_ptr + o_split * n_out + i_out, mask=o_split < n_splits, other=float("-inf"))
         m_part = (b_part != float("-inf"))[:, None] & m_dim[None, :]
         p_x = part_ptr + (o_split[:, None] * n_out + i_out) * VALUE_DIM + o_dim[None, :]
-        b_out += tl.sum(
-            tl.load(p_x, mask=m_part, other=0.0) * tl.exp(b_part - b_max)[:, None],
-            0,
-        )
-    tl.store(
-        out_ptr + i_out * VALUE_DIM + o_dim,
-        (b_out / b_norm).to(out_ptr.dtype.element_ty),
-        mask=m_dim,
-    )
+        b_out += tl.sum(tl.load(p_x, mask=m_part, other=0.0) * tl.exp(b_part - b_max)[:, None], 0)
+    tl.store(out_ptr + i_out * VALUE_DIM + o_dim, (b_out / b_norm).to(out_ptr.dtype.element_ty), mask=m_dim)

@@ -108,13 +108,7 @@ def in_parts(
     return out, lse
 
 
-def _launch(
-    work: Work,
-    tile: Tile,
-    splits: int,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def _launch(work: Work, tile: Tile, splits: int, out: Tensor, lse: Tensor) -> None:
     q = work.q
     k = work.k
     v = work.v
@@ -153,12 +147,7 @@ def _launch(
     )
 
 
-def constants(
-    q: Tensor,
-    group: int,
-    rule: Rule,
-    tile: Tile,
-) -> dict[str, Any]:
+def constants(q: Tensor, group: int, rule: Rule, tile: Tile) -> dict[str, Any]:
     """What the kernels know of queries and keys when they are compiled."""
     dim = q.shape[3]
     key_chunks = chunks(dim)
@@ -181,12 +170,7 @@ def constants(
 def value_constants(value_dim: int, tile: Tile) -> dict[str, int]:
     """What kernels that read values know of them when they are compiled."""
     value_chunks = chunks(value_dim)
-    return {
-        "VALUE_DIM": value_dim,
-        "V0": value_chunks.first,
-        "V1": value_chunks.second,
-        "RAGGED": tile.ragged,
-    }
+    return {"VALUE_DIM": value_dim, "V0": value_chunks.first, "V1": value_chunks.second, "RAGGED": tile.ragged}
 
 
 def row_tiles(work: Work, tile: Tile) -> int:

@@ -41,11 +41,7 @@ class KeyRange(NamedTuple):
     ragged: bool
 
 
-def row_blocks(
-    last: Sequence[int],
-    waste: int,
-    squares: bool,
-) -> list[RowBlock]:
+def row_blocks(last: Sequence[int], waste: int, squares: bool) -> list[RowBlock]:
     """Cut rows with last visible keys `last` (ascending) into blocks, and long runs into `squares` if asked.
 
     A block ends before its invisible (row, key) pairs, `sum(last of the block - last[r])`, exceed both `waste` and a
@@ -75,12 +71,7 @@ def _long_runs(last: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _scattered(
-    last: Sequence[int],
-    start: int,
-    stop: int,
-    waste: int,
-) -> list[RowBlock]:
+def _scattered(last: Sequence[int], start: int, stop: int, waste: int) -> list[RowBlock]:
     blocks: list[RowBlock] = []
     if start == stop:
         return blocks
@@ -99,11 +90,7 @@ def _scattered(
     return blocks
 
 
-def key_ranges(
-    first_end: int,
-    last_end: int,
-    window: int | None,
-) -> list[KeyRange]:
+def key_ranges(first_end: int, last_end: int, window: int | None) -> list[KeyRange]:
     """The keys visible to rows with last visible keys `first_end` to `last_end`. Every row sees a key of every range.
 
     Only the ends of the span are ragged; the middle needs no mask.
@@ -143,21 +130,12 @@ Partial = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Partial]
 
 
-def fuses(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> bool:
+def fuses(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether torch's fused CPU attention can compute attention of these, without a soft-cap."""
     return k.shape[3] == v.shape[3] and q.device.type == "cpu" and hasattr(torch.ops.aten, FUSED)
 
 
-def attend_every_key(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-) -> Partial:
+def attend_every_key(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     """Fused attention of rows that see all keys; results `[batch, kv_heads, group, rows(, value_dim)]`."""
     return _attend_folded(q, k, v, None, _fused(scale))
 
@@ -180,11 +158,7 @@ def selective_attention_plain(work: Work) -> Partial:
     return out, lse
 
 
-def _attend_blocks(
-    work: Work,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def _attend_blocks(work: Work, out: Tensor, lse: Tensor) -> None:
     rule = work.rule
     positions = work.positions
     fused = rule.softcap is None and fuses(work.q, work.k, work.v)
@@ -213,18 +187,10 @@ def _widened(work: Work) -> Work:
     """The same in at least fp32, because products of half precision would round every score before the softmax."""
     wide = torch.promote_types(work.q.dtype, torch.float32)
     visible = slice(work.positions.ends[-1] + 1)
-    return work._replace(
-        q=work.q.to(wide),
-        k=work.k[:, :, visible].to(wide),
-        v=work.v[:, :, visible].to(wide),
-    )
+    return work._replace(q=work.q.to(wide), k=work.k[:, :, visible].to(wide), v=work.v[:, :, visible].to(wide))
 
 
-def attend_under_mask(
-    work: Work,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def attend_under_mask(work: Work, out: Tensor, lse: Tensor) -> None:
     """Attention under a mask over all keys: about twice the work, but the host reads no position.
 
     Args:
@@ -281,13 +247,7 @@ def _grouped(q: Tensor, k: Tensor) -> tuple[int, int, int, int]:
     return batch, kv_heads, heads // kv_heads, rows
 
 
-def _attend_folded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    attend: Attend,
-) -> Partial:
+def _attend_folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, attend: Attend) -> Partial:
     grouped = _grouped(q, k)
     folded = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     out, lse = attend(folded, k, v, mask)
@@ -309,11 +269,7 @@ def _square(work: Work, block: RowBlock, attend: Attend) -> Partial:
     v = work.v[:, :, keys].flatten(0, 1)
     fused = getattr(torch.ops.aten, FUSED)
     out, lse = fused(
-        q.reshape(shape),
-        k[:, None].expand(shape),
-        v[:, None].expand(shape),
-        is_causal=True,
-        scale=work.rule.scale,
+        q.reshape(shape), k[:, None].expand(shape), v[:, None].expand(shape), is_causal=True, scale=work.rule.scale
     )
     out = out.view(batch, kv_heads, *out.shape[1:])
     lse = lse.view(batch, kv_heads, *lse.shape[1:])
@@ -341,12 +297,7 @@ def _merge(partials: list[Partial]) -> Partial:
 
 
 def _fused(scale: float) -> Attend:
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-    ) -> Partial:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Partial:
         pieces = _pieces(q, k.shape[2]) if mask is None else 1
         if pieces > 1:
             return _split_keys(q, k, v, pieces, attend)
@@ -364,13 +315,7 @@ def _pieces(q: Tensor, keys: int) -> int:
     return min(torch.get_num_threads() // tasks, keys // _LEAST_PIECE)
 
 
-def _split_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pieces: int,
-    attend: Attend,
-) -> Partial:
+def _split_keys(q: Tensor, k: Tensor, v: Tensor, pieces: int, attend: Attend) -> Partial:
     """Attention over one request's keys, cut into equal pieces (views) that run in parallel as heads, and a remainder."""
     size = k.shape[2] // pieces
     shared = q[0, :, None].expand(-1, pieces, -1, -1)
@@ -385,23 +330,14 @@ def _split_keys(
     return _merge(partials)
 
 
-def _cut(
-    x: Tensor,
-    pieces: int,
-    size: int,
-) -> Tensor:
+def _cut(x: Tensor, pieces: int, size: int) -> Tensor:
     return x[:, : pieces * size].view(x.shape[0], pieces, size, x.shape[2])
 
 
 def _materialised(rule: Rule) -> Attend:
     """One block with weights in memory: for soft-caps, other value dimensions and devices without the fused op."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-    ) -> Partial:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Partial:
         scores = capped_scores(q, k, rule.scale, rule.softcap)
         if mask is not None:
             scores += mask
@@ -412,12 +348,7 @@ def _materialised(rule: Rule) -> Attend:
     return attend
 
 
-def capped_scores(
-    q: Tensor,
-    k: Tensor,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def capped_scores(q: Tensor, k: Tensor, scale: float, softcap: float | None) -> Tensor:
     """`scale * q k^T` in at least fp32, optionally as `softcap * tanh(scores / softcap)` (Gemma 2)."""
     scores = q @ k.transpose(-1, -2)
     scores.mul_(scale)

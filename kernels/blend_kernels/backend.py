@@ -19,11 +19,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def choose_attention_backend(
-    backend: Backend | None,
-    q: Tensor,
-    value_dim: int,
-) -> Backend:
+def choose_attention_backend(backend: Backend | None, q: Tensor, value_dim: int) -> Backend:
     """`choose_backend` for an attention; heads too wide for the kernels use torch."""
     return choose_backend(backend, q) if max(q.shape[3], value_dim) <= _WIDEST else "torch"
 

@@ -55,13 +55,7 @@ class CacheAddresses:
         buffers: of each request the layers, on a CPU, where plain torch needs them.
     """
 
-    def __init__(
-        self,
-        requests: int,
-        shapes: Sequence[CacheShape],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, requests: int, shapes: Sequence[CacheShape], device: torch.device, dtype: torch.dtype) -> None:
         self.shapes = tuple(shapes)
         self.buffers: list[list[LayerBuffers]] = []
         self._assigned: list[list[tuple[int, int, int]]] = []

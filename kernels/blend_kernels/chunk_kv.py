@@ -151,13 +151,7 @@ class ChunkKV:
         ValueError: the memory has another size.
     """
 
-    def __init__(
-        self,
-        shape: ChunkShape,
-        tokens: int,
-        memory: Tensor,
-        groups: int = 1,
-    ) -> None:
+    def __init__(self, shape: ChunkShape, tokens: int, memory: Tensor, groups: int = 1) -> None:
         needed = shape.nbytes(tokens, groups)
         if memory.numel() != needed:
             raise ValueError(f"a chunk of {tokens} tokens takes {needed} bytes, got {memory.numel()}")

@@ -12,12 +12,7 @@ from blend_kernels.positions import Positions
 
 
 def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
 ) -> Tensor:
     """Attention of one row that sees all keys, as in a step of decoding on a CPU.
 

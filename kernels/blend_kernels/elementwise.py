@@ -47,12 +47,7 @@ def rms_norm(
     return (normed * factor).to(x.dtype)
 
 
-def silu_mul(
-    gate: Tensor,
-    up: Tensor,
-    *,
-    backend: Backend | None = None,
-) -> Tensor:
+def silu_mul(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> Tensor:
     """`silu(gate) * up` (SwiGLU, Shazeer 2020); `silu(gate)` is rounded to the dtype of `gate` before it is multiplied.
 
     Args:

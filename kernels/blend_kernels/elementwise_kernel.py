@@ -37,21 +37,11 @@ def norm_rows(
     b_w = tl.load(w_ptr + o_dim, mask=m_dim, other=0.0).to(tl.float32)
     if PLUS_ONE:
         b_w += 1
-    tl.store(
-        out_ptr + o_row * DIM + o_dim,
-        (b_out * b_w).to(out_ptr.dtype.element_ty),
-        mask=m_x,
-    )
+    tl.store(out_ptr + o_row * DIM + o_dim, (b_out * b_w).to(out_ptr.dtype.element_ty), mask=m_x)
 
 
 @triton.jit(do_not_specialize=["n_elements"])
-def gate_elements(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    n_elements,
-    N: tl.constexpr,
-):
+def gate_elements(gate_ptr, up_ptr, out_ptr, n_elements, N: tl.constexpr):
     # [N]
     o_x = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
     m_x = o_x < n_elements
@@ -65,13 +55,7 @@ _ELEMENTS = 2048  # of a program, unless one row has more
 _MANY = 4096  # elements that take eight warps
 
 
-def launch_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    plus_one: bool,
-    rounds_first: bool,
-) -> Tensor:
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool, rounds_first: bool) -> Tensor:
     """RMSNorm of checked, contiguous arguments."""
     out = torch.empty_like(x)
     dim = x.shape[-1]
@@ -103,13 +87,6 @@ def launch_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     count = gate.numel()
     if count:
         gate_elements[(triton.cdiv(count, _ELEMENTS),)](
-            gate,
-            up,
-            out,
-            count,
-            N=_ELEMENTS,
-            num_warps=4,
-            num_stages=2,
-            enable_fp_fusion=True,
+            gate, up, out, count, N=_ELEMENTS, num_warps=4, num_stages=2, enable_fp_fusion=True
         )
     return out

@@ -67,11 +67,7 @@ def attention_mass(
 
 
 @torch.no_grad()
-def attention_mass_plain(
-    work: Work,
-    lse: Tensor | None,
-    peak: bool,
-) -> Tensor:
+def attention_mass_plain(work: Work, lse: Tensor | None, peak: bool) -> Tensor:
     """As `attention_mass`.
 
     The host reads positions on a CPU only; elsewhere it would wait for the device in every layer.
@@ -95,11 +91,7 @@ def attention_mass_plain(
     return masses
 
 
-def _weights(
-    work: Work,
-    block: slice,
-    lse: Tensor | None,
-) -> Tensor:
+def _weights(work: Work, block: slice, lse: Tensor | None) -> Tensor:
     """Softmax weights of a block of rows, `[batch, heads, rows, keys]`; on a CPU only of keys that one of the rows sees."""
     q = work.q[:, :, block]
     rule = work.rule

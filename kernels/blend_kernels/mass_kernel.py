@@ -94,20 +94,12 @@ def mass_of_keys(
         b_lse = tl.load(p_lse + i_head * s_lh + o_row.to(tl.int64) * s_lr, mask=m_row, other=0.0) * 1.4426950408889634
         i_first_end = tl.load(p_pos + tl.minimum(i_row, n_rows - 1)).to(tl.int32)
         p_rows = p_q + i_head * s_qh + o_row.to(tl.int64)[:, None] * s_qr
-        b_q0 = tl.load(
-            p_rows + o_d0[None, :],
-            mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM),
-            other=0.0,
-        )
+        b_q0 = tl.load(p_rows + o_d0[None, :], mask=m_row[:, None] & (o_d0[None, :] < HEAD_DIM), other=0.0)
         # [N, M]
         b_s = product(b_k0, tl.trans(b_q0), tl.zeros([N, M], tl.float32), PRECISION)
         if D1 > 0:
             o_d1 = D0 + tl.arange(0, D1)
-            b_q1 = tl.load(
-                p_rows + o_d1[None, :],
-                mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM),
-                other=0.0,
-            )
+            b_q1 = tl.load(p_rows + o_d1[None, :], mask=m_row[:, None] & (o_d1[None, :] < HEAD_DIM), other=0.0)
             b_s = product(b_k1, tl.trans(b_q1), b_s, PRECISION)
         if CAPPED:
             b_s = 2.0 / (1.0 + tl.exp2(-b_s * scale)) - 1.0
@@ -251,12 +243,7 @@ def mass_addressed(
 _PROGRAMS = 64
 
 
-def launch_addressed_mass(
-    rows: AddressedRows,
-    lse: Tensor,
-    most_keys: int,
-    peak: bool,
-) -> Tensor:
+def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, peak: bool) -> Tensor:
     """As `mass_rows`; lse: `[heads, rows]`."""
     q = rows.q
     shape = rows.shape
@@ -297,11 +284,7 @@ def mass_tile_of(dtype: torch.dtype, dim: int) -> Tile:
     return Tile(32, 64, 4, 2)
 
 
-def launch_mass(
-    work: Work,
-    lse: Tensor,
-    peak: bool,
-) -> Tensor:
+def launch_mass(work: Work, lse: Tensor, peak: bool) -> Tensor:
     """As `attention_mass`, with the log-sum-exp."""
     q = work.q
     k = work.k

@@ -62,19 +62,13 @@ def load_states(
         # number i of a head is the lower half of byte i, or the upper half of byte i - n_half
         m_upper = o_x >= n_half
         o_x = tl.where(m_upper, o_x - n_half, o_x)
-    p_x = tl.max_contiguous(
-        tl.multiple_of(p_head + o_x, [1, BYTES]),
-        [1, VECTOR],
-    )
+    p_x = tl.max_contiguous(tl.multiple_of(p_head + o_x, [1, BYTES]), [1, VECTOR])
     b_x = tl.load(p_x, mask=m_x, other=0)
     if PACKING == "int4":
         b_x = tl.where(m_upper, b_x >> 4, b_x & 15)
     if PACKING != "plain":
         SCALES: tl.constexpr = 1 if VECTOR < 2 else VECTOR // 2
-        p_centre = tl.max_contiguous(
-            tl.multiple_of(p_scale + o_scale + o_dim, [1, 2 * SCALES]),
-            [1, SCALES],
-        )
+        p_centre = tl.max_contiguous(tl.multiple_of(p_scale + o_scale + o_dim, [1, 2 * SCALES]), [1, SCALES])
         b_centre = tl.load(p_centre, mask=m_x, other=0.0).to(tl.float32)
         b_step = tl.load(p_centre + n_groups * DIM, mask=m_x, other=0.0).to(tl.float32)
         if PACKING == "int4":
@@ -243,13 +237,7 @@ def place_still(
 
 
 @triton.jit
-def angles_of_rows(
-    o_target,
-    moved,
-    absolute,
-    b_turn,
-    ABSOLUTE: tl.constexpr,
-):
+def angles_of_rows(o_target, moved, absolute, b_turn, ABSOLUTE: tl.constexpr):
     # [B, P], or [1, P] where all rows move alike
     if ABSOLUTE == "all":
         b_cos, b_sin = sine_cosine_at(o_target, b_turn)

@@ -115,15 +115,7 @@ def _options(
     for prefix, part, turn in (("K", key_part, key_turn), ("V", value_part, value_turn)):
         layout = _NO_TURN if turn is None else turn.layout
         alignment = math.gcd(table.alignment, part.start)
-        part_options = _part_options(
-            prefix,
-            part.dim,
-            layout,
-            packing,
-            dtype.itemsize,
-            alignment,
-            elements,
-        )
+        part_options = _part_options(prefix, part.dim, layout, packing, dtype.itemsize, alignment, elements)
         parts.update(part_options)
     return {
         **parts,
@@ -139,13 +131,7 @@ def _options(
 
 @lru_cache(maxsize=1024)
 def _part_options(
-    prefix: str,
-    dim: int,
-    layout: Layout,
-    packing: Packing,
-    size: int,
-    alignment: int,
-    elements: int,
+    prefix: str, dim: int, layout: Layout, packing: Packing, size: int, alignment: int, elements: int
 ) -> dict[str, Any]:
     """Compile-time constants for keys or values.
 
@@ -168,13 +154,7 @@ def _part_options(
     half = dim // 2 if dim % 2 == 0 else 1
     row = half if packing == "int4" else dim
     # The largest power of two up to 16 so that every load of so many bytes is aligned and contiguous.
-    vector_bytes = math.gcd(
-        ALIGNMENT,
-        alignment,
-        row * size,
-        layout.offset * size,
-        layout.pairs * size,
-    )
+    vector_bytes = math.gcd(ALIGNMENT, alignment, row * size, layout.offset * size, layout.pairs * size)
     block_rows = elements // max(pairs, still)
     options = {
         "B": max(1, min(TILE_ROWS, block_rows)),

@@ -55,14 +55,7 @@ class PlainRows:
         self._units: dict[int, Tensor] = {}
         self._buffers: dict[tuple[object, ...], Tensor] = {}
 
-    def place(
-        self,
-        layer: int,
-        name: PartName,
-        cache: Tensor,
-        turn: Turn | None,
-        gain: Tensor | None,
-    ) -> None:
+    def place(self, layer: int, name: PartName, cache: Tensor, turn: Turn | None, gain: Tensor | None) -> None:
         """Write the keys or the values of a layer.
 
         Args:
@@ -91,13 +84,7 @@ class PlainRows:
         else:
             self._write_turned(cache, states, turn, late_gain)
 
-    def _write_turned(
-        self,
-        cache: Tensor,
-        states: Tensor,
-        turn: Turn,
-        gain: Tensor | None,
-    ) -> None:
+    def _write_turned(self, cache: Tensor, states: Tensor, turn: Turn, gain: Tensor | None) -> None:
         """Turn states by how far they move, and a gain to the positions."""
         # Products go straight into a cache of their dtype.
         target = self._only_run(cache) if cache.dtype == states.dtype else None
@@ -147,12 +134,7 @@ class PlainRows:
         gathered = self._gathered("units", units, self._units_of(dim))
         return gathered.view(heads, -1, dim)
 
-    def _gathered(
-        self,
-        name: str,
-        rows: Tensor,
-        index: Tensor,
-    ) -> Tensor:
+    def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
         """Rows `[kv_heads, any, head_dim]` by index, in the buffer of that name."""
         shape = (rows.shape[0], index.shape[0], rows.shape[2])
         buffer = self._buffer(name, shape, rows.dtype)
@@ -164,12 +146,7 @@ class PlainRows:
             return states
         return self._buffer("wide", states.shape, dtype).copy_(states)
 
-    def _buffer(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory that all layers of a shape use in turn; new memory for each would cost more than the work in it."""
         key = (name, *shape, dtype)
         if key not in self._buffers:
@@ -192,12 +169,7 @@ class PlainRows:
             self._units[dim] = self._tensor(joined.ravel())
         return self._units[dim]
 
-    def _tables(
-        self,
-        turn: Turn,
-        deltas: Deltas,
-        states: Tensor,
-    ) -> Angles:
+    def _tables(self, turn: Turn, deltas: Deltas, states: Tensor) -> Angles:
         """Cosines `[rows, head_dim]`, 1 where nothing turns, and sines `[rows, pairs]`."""
         dim = states.shape[2]
         dtype = states.dtype
@@ -299,12 +271,7 @@ def _runs(at: Integers, rows: Integers) -> tuple[list[int], list[int]]:
     return at[opens].tolist(), lengths
 
 
-def _add_crossed(
-    turned: Tensor,
-    states: Tensor,
-    sin: Tensor,
-    layout: Layout,
-) -> None:
+def _add_crossed(turned: Tensor, states: Tensor, sin: Tensor, layout: Layout) -> None:
     """Add to each member of a pair what its partner contributes to a rotation."""
     first, second = layout.split(states)
     to_first, to_second = layout.split(turned)
@@ -336,15 +303,7 @@ def place_layer_plain(
     if keys.ndim == 4:
         for number in range(keys.shape[0]):
             layer_gain = None if gain is None else gain[number]
-            place_layer_plain(
-                table,
-                layer + number,
-                keys[number],
-                values[number],
-                key_turn,
-                value_turn,
-                layer_gain,
-            )
+            place_layer_plain(table, layer + number, keys[number], values[number], key_turn, value_turn, layer_gain)
         return
     rows = _rows_of(table)
     shape = table.shape.layers[layer]

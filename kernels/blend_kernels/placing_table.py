@@ -146,12 +146,7 @@ class PlacingTable:
         return table.to(self.device, non_blocking=True)
 
 
-def _check_ranges(
-    first: Integers,
-    at: Integers,
-    rows: Integers,
-    tokens: Integers,
-) -> None:
+def _check_ranges(first: Integers, at: Integers, rows: Integers, tokens: Integers) -> None:
     inside = (first >= 0) & (rows >= 0) & (first + rows <= tokens)
     if not inside.all():
         raise ValueError(f"place {int(inside.argmin())} uses rows that its chunk does not have")

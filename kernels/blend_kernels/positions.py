@@ -42,24 +42,12 @@ class Positions:
             self._shared[key] = make()
         return self._shared[key]  # type: ignore[return-value]
 
-    def hidden(
-        self,
-        rows: slice,
-        keys: slice,
-        window: int | None,
-    ) -> Tensor:
+    def hidden(self, rows: slice, keys: slice, window: int | None) -> Tensor:
         """Which of these keys each row does not see, bool `[rows, keys]`; kept for later calls."""
         key = ("hidden", rows.start, rows.stop, keys.start, keys.stop, window)
         return self.shared(key, lambda: self._hidden(rows, keys, window))
 
-    def mask(
-        self,
-        rows: slice,
-        keys: slice,
-        window: int | None,
-        dtype: torch.dtype,
-        group: int,
-    ) -> Tensor:
+    def mask(self, rows: slice, keys: slice, window: int | None, dtype: torch.dtype, group: int) -> Tensor:
         """Additive mask `[group * rows, keys]`: 0 for visible keys, else minus infinity; kept for later calls."""
 
         def make() -> Tensor:
@@ -71,12 +59,7 @@ class Positions:
         key = ("mask", rows.start, rows.stop, keys.start, keys.stop, window, dtype, group)
         return self.shared(key, make)
 
-    def _hidden(
-        self,
-        rows: slice,
-        keys: slice,
-        window: int | None,
-    ) -> Tensor:
+    def _hidden(self, rows: slice, keys: slice, window: int | None) -> Tensor:
         last = self.values[rows, None]
         key = torch.arange(keys.start, keys.stop, device=last.device)
         hidden = key > last

@@ -76,12 +76,7 @@ class Deltas:
 
 
 @torch.no_grad()
-def rotate_keys(
-    k: Tensor,
-    delta: Deltas,
-    turn: Turn | None,
-    out: Tensor | None = None,
-) -> Tensor:
+def rotate_keys(k: Tensor, delta: Deltas, turn: Turn | None, out: Tensor | None = None) -> Tensor:
     """Move rotary keys by `delta` positions while copying them: R(p + delta) = R(delta) R(p) (RoFormer, 2021).
 
     Never writes k. Angles are exact to fp32 at any distance; products are fp32. A factor of the model on cos and sin is

@@ -28,11 +28,7 @@ _ANGLES = 1e-5
 
 
 @torch.inference_mode()
-def placing_fault(
-    layers: Iterable[LayerKind],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> str | None:
+def placing_fault(layers: Iterable[LayerKind], dtype: torch.dtype, device: torch.device) -> str | None:
     """Why `place_layer`'s kernel cannot be trusted with such chunks on this machine, or None.
 
     A chunk of each packing, in page-locked memory and on the device, with and without a gain, is placed by the kernel and by
@@ -58,13 +54,7 @@ def placing_fault(
 
 
 def _agree(
-    kind: LayerKind,
-    packing: Packing,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    near: bool,
-    with_gain: bool,
+    kind: LayerKind, packing: Packing, dtype: torch.dtype, device: torch.device, *, near: bool, with_gain: bool
 ) -> bool:
     """Whether the kernel and plain torch place a random chunk alike."""
     layer, *turns = kind
@@ -98,12 +88,7 @@ def _agree(
     return True
 
 
-def _random_chunk(
-    shape: ChunkShape,
-    device: torch.device,
-    *,
-    near: bool,
-) -> ChunkKV:
+def _random_chunk(shape: ChunkShape, device: torch.device, *, near: bool) -> ChunkKV:
     groups = 1 if shape.packing == "plain" else 2
     size = shape.nbytes(_TOKENS, groups)
     memory = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -67,38 +67,15 @@ def chunks(dim: int) -> Chunks:
 
 
 # Tables are keyed by the padded width of the wider of head and value dimension. Tiles are rows, keys, warps and stages.
-_HOPPER = {
-    64: Tile(128, 128, 8, 3),
-    128: Tile(128, 64, 8, 3),
-    192: Tile(128, 32, 8, 2),
-    256: Tile(64, 32, 8, 2),
-}
-_HOPPER_TMA = {
-    64: Tile(128, 64, 8, 3, tma=True),
-    128: Tile(128, 128, 8, 2, tma=True),
-}
-_AMPERE = {
-    64: Tile(128, 64, 8, 3),
-    128: Tile(128, 32, 8, 3),
-    192: Tile(64, 32, 8, 2),
-    256: Tile(64, 32, 8, 2),
-}
+_HOPPER = {64: Tile(128, 128, 8, 3), 128: Tile(128, 64, 8, 3), 192: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2)}
+_HOPPER_TMA = {64: Tile(128, 64, 8, 3, tma=True), 128: Tile(128, 128, 8, 2, tma=True)}
+_AMPERE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 192: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}
 # With a window all three loops run, and the masked ones hold the mask besides the scores.
-_WINDOWED_HOPPER = {
-    64: Tile(128, 64, 8, 3),
-    128: Tile(128, 32, 8, 3),
-    192: Tile(64, 32, 8, 2),
-    256: Tile(64, 32, 8, 2),
-}
+_WINDOWED_HOPPER = {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 3), 192: Tile(64, 32, 8, 2), 256: Tile(64, 32, 8, 2)}
 _WINDOWED_HOPPER_TMA = {128: Tile(128, 128, 8, 2, tma=True)}
 _WINDOWED_AMPERE = {128: Tile(64, 32, 8, 2)}
 # Three tf32 products for one of fp32 hold six operands in registers.
-_FP32 = {
-    64: Tile(32, 32, 4, 2),
-    128: Tile(32, 16, 8, 2),
-    192: Tile(16, 16, 8, 1),
-    256: Tile(16, 16, 8, 1),
-}
+_FP32 = {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 8, 2), 192: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)}
 # Two accumulators as well as two chunks of keys: heads of 192 whose values are as wide.
 _AMPERE_WIDE_VALUES = Tile(64, 16, 8, 2)
 # Up to so many folded rows, keys are cut as far as fills the GPU. Then two programs of a multiprocessor are better than a
@@ -173,11 +150,7 @@ _LEAST_PART = 256
 MOST_SPLITS = 128
 
 
-def split_count(
-    programs: int,
-    keys: int,
-    multiprocessors: int,
-) -> int:
+def split_count(programs: int, keys: int, multiprocessors: int) -> int:
     """Into how many parts the keys are cut, so that few rows fill the GPU twice over.
 
     Args:

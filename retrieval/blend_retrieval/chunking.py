@@ -85,11 +85,7 @@ class PassageComposer:
     """
 
     def __init__(
-        self,
-        document: Document,
-        headings: Sequence[Heading],
-        measure: Callable[[str, str], int],
-        max_tokens: int,
+        self, document: Document, headings: Sequence[Heading], measure: Callable[[str, str], int], max_tokens: int
     ) -> None:
         self.text = document.text
         self.source = document.source
@@ -248,10 +244,7 @@ class Chunk:
 
 
 def chunk_documents(
-    documents: Iterable[Document],
-    encode: Encode,
-    max_tokens: int,
-    render: Render,
+    documents: Iterable[Document], encode: Encode, max_tokens: int, render: Render
 ) -> tuple[Chunk, ...]:
     """Divide documents into chunks, in order, each with `len(encode(render(title, text))) <= max_tokens`.
 
@@ -276,10 +269,7 @@ def chunk_documents(
 
 
 def divide_in_steps(
-    document: Document,
-    encode: Encode,
-    max_tokens: int,
-    render: Render,
+    document: Document, encode: Encode, max_tokens: int, render: Render
 ) -> Generator[None, None, list[Chunk]]:
     """Divide a document as `chunk_documents` does, and pause after every passage."""
     if max_tokens < LEAST_MAX_TOKENS:
@@ -373,9 +363,7 @@ def _halve(composer: PassageComposer, region: Region) -> Iterator[Region]:
 
 
 def _join(
-    composer: PassageComposer,
-    regions: list[Region],
-    belong: Callable[[Region, Region], bool],
+    composer: PassageComposer, regions: list[Region], belong: Callable[[Region, Region], bool]
 ) -> Generator[None, None, list[Region]]:
     """Join neighbours from left to right if they belong together and fit into one chunk."""
     joined: list[Region] = []

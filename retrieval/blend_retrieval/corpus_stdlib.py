@@ -63,13 +63,7 @@ def render(names: Sequence[str]) -> dict[str, str]:
     """Markdown by module. A separate, isolated process imports the modules."""
     command = [sys.executable, "-I", "-X", "utf8", "-W", "ignore", str(_RENDERER), *names]
     try:
-        run = subprocess.run(
-            command,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_TIMEOUT,
-            check=True,
-        )
+        run = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise CorpusError(
             f"the documentation of {len(names)} modules cannot be read by {sys.executable} ({error})"

@@ -102,10 +102,7 @@ def keep_private(directory: Path) -> None:
 def write_generation(directory: Path, generation: Generation) -> None:
     """Make this generation the current one. The caller holds the lock."""
     name = _sha256(generation.chunks + generation.vectors)[:16]
-    contents = {
-        f"chunks-{name}.jsonl": generation.chunks,
-        f"index-{name}.faiss": generation.vectors,
-    }
+    contents = {f"chunks-{name}.jsonl": generation.chunks, f"index-{name}.faiss": generation.vectors}
     _remove_others(directory)
     files = {}
     for file, data in contents.items():
@@ -143,11 +140,7 @@ def generation_files(directory: Path) -> tuple[bytes, dict[str, Path]]:
     return content, paths
 
 
-def install_generation(
-    directory: Path,
-    manifest: bytes,
-    read: Callable[[str], bytes],
-) -> None:
+def install_generation(directory: Path, manifest: bytes, read: Callable[[str], bytes]) -> None:
     """Copy a generation from elsewhere and make it the current one.
 
     read: the content of a file by its name in the manifest. Every byte and every name is checked before it is written.

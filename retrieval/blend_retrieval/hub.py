@@ -62,13 +62,7 @@ def _answer(name: str, timeout_s: float) -> str:
     return ""
 
 
-def load_model(
-    kind: str,
-    what: str,
-    location: str,
-    device: str,
-    remedy: str,
-) -> Any:
+def load_model(kind: str, what: str, location: str, device: str, remedy: str) -> Any:
     """A model of the class `kind` of sentence-transformers. The hub is asked before anything heavy is imported.
 
     what: as an error calls it. location: its folder or its id on the hub. remedy: the end of an error.
@@ -107,12 +101,7 @@ def _is_cached(hub_id: str) -> bool:
         return False
 
 
-def _loaded(
-    kind: str,
-    location: str,
-    device: str,
-    **options: Any,
-) -> Any:
+def _loaded(kind: str, location: str, device: str, **options: Any) -> Any:
     import sentence_transformers
 
     model = getattr(sentence_transformers, kind)

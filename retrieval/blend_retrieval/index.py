@@ -40,12 +40,7 @@ class IndexUpdate(NamedTuple):
 class ChunkIndex:
     """Chunks of a corpus and their unit vectors, in memory, searched exactly. Threads may search it concurrently."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        vectors: Floats,
-        embedder: str,
-    ) -> None:
+    def __init__(self, chunks: Sequence[Chunk], vectors: Floats, embedder: str) -> None:
         """chunks[i] has the vector vectors[i], float32 `[chunks, dimension]`; embedder: the identity of their embedder."""
         import faiss
 
@@ -135,10 +130,7 @@ def update_index(
         old_ids = [chunk.id for chunk in old_chunks]
         unchanged = len({chunk.id for chunk in chunks}.intersection(old_ids))
         update = IndexUpdate(
-            added=len(chunks) - unchanged,
-            kept=unchanged,
-            removed=len(old_ids) - unchanged,
-            reason=reason,
+            added=len(chunks) - unchanged, kept=unchanged, removed=len(old_ids) - unchanged, reason=reason
         )
         if old and old_chunks == chunks:
             return update

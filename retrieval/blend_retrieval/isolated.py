@@ -49,11 +49,7 @@ class IsolatedReader:
         self.process: subprocess.Popen[bytes] | None = None
 
     def read(
-        self,
-        name: str,
-        data: bytes,
-        text_field: str = TEXT_FIELD,
-        require: Callable[[], None] = lambda: None,
+        self, name: str, data: bytes, text_field: str = TEXT_FIELD, require: Callable[[], None] = lambda: None
     ) -> LoadedDocuments:
         """Read a file like `load_bytes`; a file beyond the limits is in `skipped`.
 
@@ -132,12 +128,7 @@ def main() -> None:
         answers.write(json.dumps(answer).encode())
 
 
-def _answer(
-    name: str,
-    request: BinaryIO,
-    text_field: str,
-    limits: ReadingLimits,
-) -> dict[str, Any]:
+def _answer(name: str, request: BinaryIO, text_field: str, limits: ReadingLimits) -> dict[str, Any]:
     try:
         loaded = load_bytes(name, request.read(), text_field)
     except MemoryError:  # the bytes alone exceed the limit

@@ -28,11 +28,7 @@ OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _NAMED_REASONS = 3
 
 
-def load_documents(
-    paths: str | Path | Iterable[str | Path],
-    *,
-    text_field: str = TEXT_FIELD,
-) -> LoadedDocuments:
+def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
     """Read every document in these files and folders.
 
     Folders are read recursively. Symbolic links are followed, but each folder is read once; `skipped` notes links that lead
@@ -217,12 +213,7 @@ class _Collection:
         documents = sorted(self.documents.values())  # by id
         return LoadedDocuments(tuple(documents), tuple(self.skipped))
 
-    def add(
-        self,
-        path: PurePath,
-        name: str,
-        content: Callable[[], bytes],
-    ) -> None:
+    def add(self, path: PurePath, name: str, content: Callable[[], bytes]) -> None:
         """Read a file. name: of its documents."""
         where = _valid_path(path)
         try:
@@ -270,12 +261,7 @@ class _Collection:
         except Exception as error:  # one file that breaks a parser must not stop the others
             raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 
-    def _note(
-        self,
-        source: str,
-        faults: Sequence[Fault],
-        unread: tuple[str, ...],
-    ) -> None:
+    def _note(self, source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> None:
         """Note the faults of a file, one entry a reason."""
         for reason in dict.fromkeys(fault.reason for fault in faults):
             same = [fault for fault in faults if fault.reason == reason]

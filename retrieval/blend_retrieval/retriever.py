@@ -49,11 +49,7 @@ class Retriever:
     """
 
     def __init__(
-        self,
-        index: ChunkIndex,
-        embedder: Embedder,
-        min_score: float | None = None,
-        reranker: Reranker | None = None,
+        self, index: ChunkIndex, embedder: Embedder, min_score: float | None = None, reranker: Reranker | None = None
     ) -> None:
         if not index.made_by(embedder):
             raise IndexMismatchError(
@@ -65,13 +61,7 @@ class Retriever:
         floor = embedder.floor if min_score is None else min_score
         self._floor = floor or -math.inf
 
-    def search(
-        self,
-        query: str,
-        k: int,
-        hidden: Hidden | None = None,
-        before: Sequence[str] = (),
-    ) -> RankedChunks:
+    def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
         """The `k` best chunks for the question, best first: fewer where no more are there or are similar enough.
 
         Chunks with equal texts count as one.
@@ -106,12 +96,7 @@ class Retriever:
             best = _reranked(self._reranker, questions[0], best)
         return tuple(best[:k])
 
-    def _best(
-        self,
-        candidates: Sequence[RankedChunk],
-        needed: int,
-        hidden: Hidden | None,
-    ) -> list[RankedChunk]:
+    def _best(self, candidates: Sequence[RankedChunk], needed: int, hidden: Hidden | None) -> list[RankedChunk]:
         """The first ones with different texts."""
         best: dict[str, RankedChunk] = {}
         for candidate in candidates:
@@ -161,11 +146,7 @@ class Retriever:
         return vector
 
 
-def _reranked(
-    reranker: Reranker,
-    query: str,
-    chunks: Sequence[RankedChunk],
-) -> list[RankedChunk]:
+def _reranked(reranker: Reranker, query: str, chunks: Sequence[RankedChunk]) -> list[RankedChunk]:
     """The chunks in the reranker's order."""
     texts = [passage_text(ranked.chunk) for ranked in chunks]
     scores = reranker.scores(query, texts)

@@ -60,11 +60,7 @@ def members(module: ModuleType, name: str) -> Iterator[Section]:
         yield from sections(f"{name}.{member}", value, 2)
 
 
-def sections(
-    name: str,
-    value: Any,
-    level: int,
-) -> Iterator[Section]:
+def sections(name: str, value: Any, level: int) -> Iterator[Section]:
     """A member's heading with signature, and its text; a class's methods follow under their own headings."""
     words = trim(documentation(value), MEMBER_LIMIT)
     if len(words) >= LEAST:

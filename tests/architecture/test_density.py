@@ -27,9 +27,9 @@ class Limits(NamedTuple):
 
 
 FOLDERS = {
-    "blend": Limits(per_line=8.6, pronouns=0.002),
-    "kernels": Limits(per_line=8.2, pronouns=0.001),
-    "retrieval": Limits(per_line=8.2, pronouns=0.003),
+    "blend": Limits(per_line=9.7, pronouns=0.002),
+    "kernels": Limits(per_line=9.4, pronouns=0.001),
+    "retrieval": Limits(per_line=8.8, pronouns=0.003),
 }
 
 

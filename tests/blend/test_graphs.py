@@ -109,10 +109,7 @@ def test_models_that_no_graph_takes(name, reason):
 
 @pytest.mark.parametrize(
     ("config", "buckets"),
-    [
-        (BlendConfig("none"), {(1, False), (8, False)}),
-        (GUIDED, {(1, False), (64, False), (8, True)}),
-    ],
+    [(BlendConfig("none"), {(1, False), (8, False)}), (GUIDED, {(1, False), (64, False), (8, True)})],
     ids=["none", "query_guided"],
 )
 def test_answers_are_the_same(config, buckets):

@@ -36,10 +36,7 @@ def _assert_untouched(blend: Blend, before: list[LayerKV]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "selector", "store"),
-    [
-        *(("llama", selector, "memory") for selector in SELECTORS),
-        *(("mistral", "hkvd", store) for store in STORES),
-    ],
+    [*(("llama", selector, "memory") for selector in SELECTORS), *(("mistral", "hkvd", store) for store in STORES)],
 )
 def test_invariant_5_rows_outside_r_are_bit_for_bit_as_stored(name, selector, store, tmp_path):
     layout = make_layout()

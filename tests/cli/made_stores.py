@@ -27,11 +27,7 @@ def cache(seed: int = 0) -> ChunkCache:
 
 
 def made(
-    root: Path,
-    count: int,
-    secret: bytes | None = None,
-    model: str = "model",
-    noted: Iterable[int] | None = None,
+    root: Path, count: int, secret: bytes | None = None, model: str = "model", noted: Iterable[int] | None = None
 ) -> ChunkStore:
     """A store in `root` with so many caches, two hours old. noted: those of them that are documents'."""
     store = open_store(root / "kv", key=secret)

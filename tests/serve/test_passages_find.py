@@ -9,16 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blend.serve.token_index import (
-    GRAM,
-    LEAST_RUN,
-    MOST_PLACES,
-    Ids,
-    TextRun,
-    TokenIndex,
-    longest_first,
-    stretches,
-)
+from blend.serve.token_index import GRAM, LEAST_RUN, MOST_PLACES, Ids, TextRun, TokenIndex, longest_first, stretches
 from tests.store.reading import in_threads
 
 Span = tuple[int, int, str, int]  # start, stop, name, first

@@ -104,10 +104,7 @@ def test_one_that_cannot_run_fails_the_request_alone(make_engine: MakeEngine, mo
 
 @pytest.mark.parametrize(
     ("limit", "refusal"),
-    [
-        ("kv_budget", "MiB of KV memory"),
-        ("most_running", "n is 3; this server computes at most 2 answers at a time"),
-    ],
+    [("kv_budget", "MiB of KV memory"), ("most_running", "n is 3; this server computes at most 2 answers at a time")],
 )
 def test_they_begin_when_there_is_room_for_all_of_them(limit: str, refusal: str, make_engine: MakeEngine) -> None:
     layout, seen = layouts(1)[0], list[EngineStats]()

@@ -92,8 +92,7 @@ def test_names_of_kvblends_codecs_are_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
-    [("", ("k",)), ("a,b", ("k",)), ("odd", ()), ("odd", ("",)), ("odd", ("k", "k"))],
+    ("name", "parts"), [("", ("k",)), ("a,b", ("k",)), ("odd", ()), ("odd", ("",)), ("odd", ("k", "k"))]
 )
 def test_names_that_cannot_stand_in_an_entry(tmp_path, name, parts):
     codec = Int8()

@@ -65,10 +65,7 @@ def test_replacing_and_deleting_an_open_entry(make_store):
 
 @pytest.mark.parametrize(
     ("codec", "out_dtype"),
-    [
-        *(("native", torch.bfloat16), ("bfloat16", torch.float32)),
-        *(("int8", torch.float32), ("int4", torch.bfloat16)),
-    ],
+    [*(("native", torch.bfloat16), ("bfloat16", torch.float32)), *(("int8", torch.float32), ("int4", torch.bfloat16))],
 )
 def test_read_into_a_slice_equals_layer(make_store, codec, out_dtype):
     store, put = make_store(codec), cache(tokens=7)

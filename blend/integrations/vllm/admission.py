@@ -111,12 +111,7 @@ def _whole(decoder: PagedDecoder, ids: torch.Tensor, shift: int) -> tuple[PagedC
     return cache, decoder.logits(RowRequest(ids, rows, cache))
 
 
-def _rotations(
-    model: RowModel,
-    here: PagedCache,
-    there: PagedCache,
-    most: float,
-) -> tuple[LayerRotation, ...]:
+def _rotations(model: RowModel, here: PagedCache, there: PagedCache, most: float) -> tuple[LayerRotation, ...]:
     known_frequencies = frequencies(model.model)
     rotations = []
     for index in range(len(model.layers)):

@@ -121,12 +121,7 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     queue: LoadQueue
 
     @refusals()
-    def __init__(
-        self,
-        vllm_config: Any,
-        role: KVConnectorRole,
-        kv_cache_config: Any,
-    ) -> None:
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse(vllm_config, kv_cache_config)
         self._scheduler = LoadScheduler(Signer(vllm_config))
@@ -144,12 +139,7 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         rows = self._scheduler.claimed(request, num_computed_tokens)
         return rows, rows > 0
 
-    def update_state_after_alloc(
-        self,
-        request: Any,
-        blocks: Any,
-        num_external_tokens: int,
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are there for a load, or for none."""
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -223,13 +213,7 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass, or the scheduler waits for them."""
 
-    def save_kv_layer(
-        self,
-        layer_name: str,
-        kv_layer: Any,
-        attn_metadata: Any,
-        **kwargs: Any,
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """No KV is saved."""
 
     def wait_for_save(self) -> None:

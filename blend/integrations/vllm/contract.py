@@ -144,12 +144,7 @@ class Signer:
         """`kv_transfer_params` of a request with this ticket and this `cache_salt`."""
         return {PARAMETER: {"ticket": ticket, "signature": self._signature(ticket, salt).decode()}}
 
-    def is_signed(
-        self,
-        ticket: str,
-        signature: str,
-        salt: object,
-    ) -> bool:
+    def is_signed(self, ticket: str, signature: str, salt: object) -> bool:
         """Whether it is the signature of a request with this ticket and this `cache_salt`."""
         return hmac.compare_digest(signature.encode(errors="replace"), self._signature(ticket, salt))
 

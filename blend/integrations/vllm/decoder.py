@@ -47,13 +47,7 @@ class PagedCache(BlendedCache):
 
     layer = PagedLayer
 
-    def __init__(
-        self,
-        layers: int,
-        capacity: int,
-        blocks: tuple[int, ...] = (),
-        start: int = 0,
-    ) -> None:
+    def __init__(self, layers: int, capacity: int, blocks: tuple[int, ...] = (), start: int = 0) -> None:
         super().__init__(layers, capacity)
         self.capacity = capacity
         self.blocks = blocks
@@ -74,11 +68,7 @@ class PagedDecoder(RowDecoder):
     """A `RowDecoder`. fingerprint, kept_as: name and dtype under which its caches are stored. rotations: as measured."""
 
     def __init__(
-        self,
-        model: RowModel,
-        fingerprint: str,
-        kept_as: str,
-        rotations: tuple[LayerRotation, ...] = (),
+        self, model: RowModel, fingerprint: str, kept_as: str, rotations: tuple[LayerRotation, ...] = ()
     ) -> None:
         self.model = model
         self.fingerprint = fingerprint
@@ -151,12 +141,7 @@ class PagedDecoder(RowDecoder):
         """An empty cache in scratch memory."""
         return PagedCache(len(self.layers), capacity)
 
-    def encode_rows(
-        self,
-        token_ids: torch.Tensor,
-        start: int,
-        cache: BlendedCache,
-    ) -> None:
+    def encode_rows(self, token_ids: torch.Tensor, start: int, cache: BlendedCache) -> None:
         """Write the KV of consecutive tokens `[batch, n]` at positions `start...` into `cache`."""
         run = Run.consecutive(start, start + token_ids.shape[1], token_ids.device)
         self.run_rows(RowRequest(token_ids, run, cache))
@@ -176,16 +161,7 @@ class PagedDecoder(RowDecoder):
         await_layer: see `RowRequest`.
         """
         last = len(self.layers) - 1 if last_layer is None else last_layer
-        self._kv_at(
-            RowRequest(
-                token_ids,
-                run,
-                cache,
-                observe=observe,
-                await_layer=await_layer,
-            ),
-            last,
-        )
+        self._kv_at(RowRequest(token_ids, run, cache, observe=observe, await_layer=await_layer), last)
 
     def run_rows(self, request: RowRequest) -> None:
         """All `passes`."""
@@ -240,13 +216,7 @@ class PagedDecoder(RowDecoder):
                     ids = request.token_ids[:, torch.searchsorted(request.positions, part)]
                     yield replace(request, token_ids=ids, run=Run.read(part), narrowings=())
 
-    def _kv_at(
-        self,
-        request: RowRequest,
-        layer: int,
-        *,
-        write: bool = True,
-    ) -> KV:
+    def _kv_at(self, request: RowRequest, layer: int, *, write: bool = True) -> KV:
         """Run rows up to this layer; their KV there, `[batch, kv_heads, rows, head_dim]`. write: it is kept, too."""
         try:
             self._run(request, layer, write=write)
@@ -254,13 +224,7 @@ class PagedDecoder(RowDecoder):
             return halt.fresh
         raise AssertionError("the model has no such layer")
 
-    def _run(
-        self,
-        request: RowRequest,
-        last: int | None = None,
-        *,
-        write: bool = True,
-    ) -> torch.Tensor:
+    def _run(self, request: RowRequest, last: int | None = None, *, write: bool = True) -> torch.Tensor:
         """One pass; hidden states `[batch x rows, hidden]`. Raises `Halt` in layer `last`, whose KV is written if `write`."""
         cache = _paged(request)
         batch = request.token_ids.shape[0]
@@ -269,12 +233,7 @@ class PagedDecoder(RowDecoder):
         def by_prompt(states: torch.Tensor) -> torch.Tensor:
             return states.view(batch, -1, *states.shape[1:]).transpose(1, 2)
 
-        def on_layer(
-            index: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-        ) -> None:
+        def on_layer(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
             request.await_layer(index)
             self._copy_stored(cache, index, tables)
             fresh = (by_prompt(key), by_prompt(value))
@@ -293,20 +252,10 @@ class PagedDecoder(RowDecoder):
                 raise Halt(fresh)
 
         return self.model.run(
-            request.token_ids,
-            request.positions,
-            tables,
-            on_layer,
-            in_scratch=not cache.blocks,
-            shift=cache.shift,
+            request.token_ids, request.positions, tables, on_layer, in_scratch=not cache.blocks, shift=cache.shift
         )
 
-    def _copy_stored(
-        self,
-        cache: PagedCache,
-        index: int,
-        tables: list[tuple[int, ...]],
-    ) -> None:
+    def _copy_stored(self, cache: PagedCache, index: int, tables: list[tuple[int, ...]]) -> None:
         """Copy a layer's stored KV to the blocks, unless the engine's have it."""
         layer = cache.layers[index]
         last = min(cache.stop, layer.length)

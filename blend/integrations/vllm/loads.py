@@ -140,11 +140,7 @@ class RowBlender:
     """
 
     def __init__(
-        self,
-        decoder: PagedDecoder,
-        store: ChunkStore,
-        config: BlendConfig,
-        learned: LearnedCaches | None = None,
+        self, decoder: PagedDecoder, store: ChunkStore, config: BlendConfig, learned: LearnedCaches | None = None
     ) -> None:
         self.decoder = decoder
         self.store = store
@@ -240,12 +236,7 @@ class BackgroundEncoder:
         """How many caches are left, so far known."""
         return len(self._encodings)
 
-    def remember(
-        self,
-        filler: Blender,
-        ticket: LayoutTicket,
-        missing: Sequence[CacheKey],
-    ) -> None:
+    def remember(self, filler: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
         """A prompt was blended, and the store lacked these caches.
 
         Its user's texts count as used even if nothing is missing.
@@ -285,10 +276,7 @@ class BackgroundEncoder:
         self._thread.close()
 
     def _allowed(
-        self,
-        filler: Blender,
-        ticket: LayoutTicket,
-        missing: Sequence[CacheKey],
+        self, filler: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]
     ) -> tuple[ChunkLibrary, Sequence[CacheKey]]:
         """The missing caches that may be stored, and those of new texts. In the store's thread."""
         layout = ticket.layout

@@ -78,12 +78,7 @@ class KVBlend:
         self._app = app
         self._rewriter: Rewriter
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, its body rewritten. At the server's start, check the settings."""
         if scope["type"] == "lifespan":
             try:
@@ -112,12 +107,7 @@ class KVBlend:
 class RewrittenExchange:
     """One request and its reply. failure: set where kvblend refuses it; nothing of vLLM's reply is sent then."""
 
-    def __init__(
-        self,
-        rewriter: Rewriter,
-        request: Request,
-        send: Send,
-    ) -> None:
+    def __init__(self, rewriter: Rewriter, request: Request, send: Send) -> None:
         self._rewriter = rewriter
         self._request = request
         self._send = send

@@ -11,12 +11,7 @@ from typing import Any
 from blend.errors import ConfigError
 
 
-def load_decoder(
-    model: str,
-    store: str,
-    dtype: str,
-    engine_options: str = "",
-) -> Any:
+def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -> Any:
     """The model as vLLM loads it, as a decoder under the name that serving workers look for.
 
     Args:

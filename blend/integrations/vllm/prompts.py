@@ -64,10 +64,7 @@ def plain_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_for(
-    body: Mapping[str, Any],
-    template: Mapping[str, Any],
-    corpora: tuple[str, ...],
-    limits: RequestLimits,
+    body: Mapping[str, Any], template: Mapping[str, Any], corpora: tuple[str, ...], limits: RequestLimits
 ) -> Request:
     """The request for kvblend's service. Raises `ApiError` for a wrong one.
 
@@ -106,12 +103,7 @@ class PromptForVLLM(NamedTuple):
     ticket: LayoutTicket | None = None
     salt: str = ""
 
-    def put_into(
-        self,
-        body: Mapping[str, Any],
-        path: str,
-        signer: Signer,
-    ) -> dict[str, Any]:
+    def put_into(self, body: Mapping[str, Any], path: str, signer: Signer) -> dict[str, Any]:
         """A body without kvblend's fields, with these token ids and, if it is blended, a signed ticket for its KV.
 
         The salt keeps the blended blocks from other requests in vLLM's prefix cache.
@@ -197,12 +189,7 @@ class LocalPrompts:
     tokenizer: vLLM's. template: default arguments of the chat template.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        options: Options,
-        template: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, tokenizer: Any, options: Options, template: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
         self._options = options
         self._template = template

@@ -302,13 +302,7 @@ class RowModel:
         return logits
 
     @torch.inference_mode()
-    def write(
-        self,
-        layer: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Put KV `[rows, kv_heads, head_dim]`, keys after RoPE, into a layer's cache with the engine's own writer.
 
         Of the heads of all workers each writes its own. Only the writer knows how a block is laid out (packed on CPUs, NHD or

@@ -92,12 +92,7 @@ class LoadScheduler:
             return 0
         return rows
 
-    def allocated(
-        self,
-        request: Any,
-        blocks: Sequence[int],
-        rows: int,
-    ) -> None:
+    def allocated(self, request: Any, blocks: Sequence[int], rows: int) -> None:
         """VLLM has allocated blocks for so many claimed rows."""
         prompt = self._prompt(request)
         if rows and prompt is not None:

@@ -53,12 +53,7 @@ class CorpusUpdater:
     these texts.
     """
 
-    def __init__(
-        self,
-        rag: Rag,
-        uploads: UploadQueue,
-        on_gone: Callable[[Collection[Tokens]], None],
-    ) -> None:
+    def __init__(self, rag: Rag, uploads: UploadQueue, on_gone: Callable[[Collection[Tokens]], None]) -> None:
         self._rag = rag
         self._uploads = uploads
         self._on_gone = on_gone
@@ -146,9 +141,7 @@ class CorpusUpdater:
 
     def _plan(self, documents: DividedDocuments, removed: Sequence[str]) -> CorpusChange:
         return plan_change(
-            self._corpus(),
-            documents,
-            stays=lambda document: not any(part_of(document, upload) for upload in removed),
+            self._corpus(), documents, stays=lambda document: not any(part_of(document, upload) for upload in removed)
         )
 
     def _corpus(self) -> Corpus:

@@ -173,12 +173,7 @@ class UploadQueue:
                 )
 
     def settle(
-        self,
-        queued: QueuedUpload,
-        state: Literal["ready", "failed"],
-        reason: str = "",
-        *,
-        whole: bool = False,
+        self, queued: QueuedUpload, state: Literal["ready", "failed"], reason: str = "", *, whole: bool = False
     ) -> None:
         """Delete an upload that is indexed, or keep it with the reason why it failed or what was left out of it.
 
@@ -352,13 +347,7 @@ def _delete(database: sqlite3.Connection, condition: str, *parameters: Any) -> l
 
 def _queued(row: Sequence[Any]) -> QueuedUpload:
     number, state, nbytes, tries, place, kind, name, title, reason, text_field = row
-    upload = Upload(
-        kind,
-        name,
-        title,
-        reason=reason,
-        text_field=text_field,
-    )
+    upload = Upload(kind, name, title, reason=reason, text_field=text_field)
     return QueuedUpload(number, state, nbytes, tries, place, upload)
 
 

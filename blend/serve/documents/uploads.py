@@ -127,11 +127,7 @@ def part_of(document: str, upload: str) -> bool:
     return document == upload or (document.startswith(f"{upload}#") and _is_file(upload))
 
 
-def checked(
-    files: Sequence[UploadedFile],
-    texts: Sequence[GivenDocument],
-    limits: DocumentLimits,
-) -> list[Upload]:
+def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limits: DocumentLimits) -> list[Upload]:
     """The documents of one request, checked without reading files; a bad file among good ones has a reason.
 
     Raises as `Documents.add` does.
@@ -164,16 +160,7 @@ def _file(file: UploadedFile, most: int) -> Upload:
     name = upload_id(file.name)
     if not _is_file(name):
         raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({KINDS})")
-    return _sized(
-        Upload(
-            "file",
-            name,
-            name,
-            file.data,
-            text_field=file.text_field,
-        ),
-        most,
-    )
+    return _sized(Upload("file", name, name, file.data, text_field=file.text_field), most)
 
 
 def _text(place: int, document: GivenDocument, most: int) -> Upload:

@@ -306,12 +306,7 @@ class CorpusWorker:
                 self._fail(queued, error)
             batch.begun = None
 
-    def _read(
-        self,
-        batch: _Batch,
-        queued: QueuedUpload,
-        upload: Upload,
-    ) -> Sequence[Document]:
+    def _read(self, batch: _Batch, queued: QueuedUpload, upload: Upload) -> Sequence[Document]:
         """The documents of an upload; the batch then knows what was left out of it."""
         if upload.kind == "text":
             documents: Sequence[Document] = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)

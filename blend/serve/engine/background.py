@@ -44,12 +44,7 @@ Compute = Callable[["ChunkLibrary", Sequence["CacheKey"], OnDone], None]
 class IOPool:
     """Threads for calls that may wait for a store, first come, first served. wake: called after each."""
 
-    def __init__(
-        self,
-        name: str,
-        threads: int,
-        wake: Callable[[], None],
-    ) -> None:
+    def __init__(self, name: str, threads: int, wake: Callable[[], None]) -> None:
         self.wake = wake
         self._executor = ThreadPoolExecutor(threads, name, initializer=use_one_thread)  # the cores are the engine's
 
@@ -182,12 +177,7 @@ class EncodingQueue:
 
     """
 
-    def __init__(
-        self,
-        io: IOPool,
-        most_rows: int,
-        on_remembered: OnDone = ignore,
-    ) -> None:
+    def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = ignore) -> None:
         self._io = io
         self._most_rows = most_rows
         self._on_remembered = on_remembered
@@ -207,13 +197,7 @@ class EncodingQueue:
         running = [self._running[0]] if self._running is not None and not self._running[1].ended else []
         return [*running, *self._waiting]
 
-    def add(
-        self,
-        library: ChunkLibrary,
-        variants: Sequence[CacheKey],
-        on_done: OnDone,
-        begun: float = inf,
-    ) -> None:
+    def add(self, library: ChunkLibrary, variants: Sequence[CacheKey], on_done: OnDone, begun: float = inf) -> None:
         """Queue these. on_done: called in either kind of thread. begun: arrival of the prompt that missed them, if any."""
         with self._lock:
             for variant in variants:

@@ -78,13 +78,7 @@ class ComparisonQueue:
 
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        prefixes: PrefixCache,
-        histories: Histories,
-        most_rows: int,
-    ) -> None:
+    def __init__(self, decoder: Decoder, prefixes: PrefixCache, histories: Histories, most_rows: int) -> None:
         self._decoder = decoder
         self._prefixes = prefixes
         self._histories = histories

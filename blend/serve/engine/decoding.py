@@ -38,12 +38,7 @@ class Sampler:
     greedy answer equals that of `blend answer`.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        prompt: Prompt,
-        index: int = 0,
-    ) -> None:
+    def __init__(self, decoder: Decoder, prompt: Prompt, index: int = 0) -> None:
         sampling = prompt.sampling
         grammar = prompt.grammar
         stops = end_tokens(decoder.model.generation_config)

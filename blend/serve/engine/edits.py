@@ -266,12 +266,7 @@ def _longest_chain(runs: Sequence[TextRun[int]]) -> set[int]:
 
 
 def shown(
-    edit: Edit,
-    evidence: EditEvidence | None,
-    computed: Flags,
-    changes: NDArray[np.float32],
-    tokens: int,
-    spell: Spell,
+    edit: Edit, evidence: EditEvidence | None, computed: Flags, changes: NDArray[np.float32], tokens: int, spell: Spell
 ) -> EditEvidence:
     """What an edit shows of its prompt, once that was computed.
 
@@ -296,11 +291,7 @@ def shown(
     return with_changes(after, compared, changes[compared])
 
 
-def with_changes(
-    evidence: EditEvidence,
-    positions: NDArray[np.int64],
-    changes: NDArray[np.float32],
-) -> EditEvidence:
+def with_changes(evidence: EditEvidence, positions: NDArray[np.int64], changes: NDArray[np.float32]) -> EditEvidence:
     """The evidence with what is known now of these rows: how much each changed with the varied tokens.
 
     A row that once depended on them keeps to it: it may do so again.
@@ -425,10 +416,7 @@ def _changed(old: Tokens, new: Tokens, hunk: Hunk, spell: Spell) -> Iterator[Hun
     matcher = SequenceMatcher(None, texts_before, texts_after, autojunk=False)
     for kind, first, last, to_first, to_last in matcher.get_opcodes():
         if kind != "equal":
-            yield Hunk(
-                slice(ends_before[first], ends_before[last]),
-                slice(ends_after[to_first], ends_after[to_last]),
-            )
+            yield Hunk(slice(ends_before[first], ends_before[last]), slice(ends_after[to_first], ends_after[to_last]))
 
 
 def _word_spans(pieces: Sequence[str], start: int) -> list[Span]:

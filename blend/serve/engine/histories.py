@@ -72,14 +72,7 @@ class Histories:
                 return FoundEdit(edit, earlier)
         return None
 
-    def note(
-        self,
-        prompt: Prompt,
-        answer: Sequence[int],
-        evidence: EditEvidence | None,
-        *,
-        exact: bool,
-    ) -> None:
+    def note(self, prompt: Prompt, answer: Sequence[int], evidence: EditEvidence | None, *, exact: bool) -> None:
         """Note that a prompt with its answer was kept.
 
         Args:
@@ -105,12 +98,7 @@ class Histories:
             noted = EarlierPrompt(conversation, evidence)
             self._latest[key] = (noted, *before[: _LATEST - 1])
 
-    def found(
-        self,
-        author: str,
-        conversation: Conversation,
-        evidence: EditEvidence,
-    ) -> None:
+    def found(self, author: str, conversation: Conversation, evidence: EditEvidence) -> None:
         """Note what a comparison found, unless the prompt is forgotten or doubted meanwhile."""
         key = conversation.owner, author
         with self._lock:

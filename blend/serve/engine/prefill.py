@@ -253,13 +253,7 @@ class PromptPrefill(Stepper["Blend"]):
             quality=estimate.document if estimate else None,
         )
         trace = _traced(layout, blend) if request.trace else ()
-        return Started(
-            figures,
-            hits,
-            trace,
-            (*blend.problems, *blend.artifact_problems),
-            edited=self._computed_anew,
-        )
+        return Started(figures, hits, trace, (*blend.problems, *blend.artifact_problems), edited=self._computed_anew)
 
     @property
     def _rows_moved(self) -> int:

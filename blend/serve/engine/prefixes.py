@@ -102,12 +102,7 @@ class PrefixCache:
         self._recent: OrderedDict[_Entry, None] = OrderedDict()  # least recently used first, children before parents
         self._recurrent = False  # whether rows come with states, behind which alone a prompt can go on
 
-    def find(
-        self,
-        owner: str,
-        ids: Tokens,
-        quality: Quality | None = NOTHING_ASKED,
-    ) -> CachedPrefix | None:
+    def find(self, owner: str, ids: Tokens, quality: Quality | None = NOTHING_ASKED) -> CachedPrefix | None:
         """The longest cached beginning of a prompt, without its last row; None if there is none.
 
         quality: rows that this conversation blended must have been asked to be at least as good; None takes exact rows alone.
@@ -124,12 +119,7 @@ class PrefixCache:
                 return None
             return CachedPrefix(_joined([node.cache.rows(0, count) for node, count in path]), exact)
 
-    def rows_of(
-        self,
-        conversation: Conversation,
-        start: int,
-        stop: int,
-    ) -> ChunkCache | None:
+    def rows_of(self, conversation: Conversation, start: int, stop: int) -> ChunkCache | None:
         """KV of the tokens `start` to `stop - 1` of a prompt with its answer; None if it is gone."""
         with self._lock:
             blended = self._conversations.get(conversation)
@@ -143,13 +133,7 @@ class PrefixCache:
                 at += count
         return replace(_joined(parts), start=start) if at == stop else None
 
-    def keep(
-        self,
-        owner: str,
-        ids: Sequence[int],
-        cache: BlendedCache,
-        session: str = "",
-    ) -> None:
+    def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache, session: str = "") -> None:
         """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget. session: the prompt's."""
         tokens = tuple(ids)
         states = cache.states(len(ids))
@@ -225,12 +209,7 @@ class PrefixCache:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def _conversation(
-        self,
-        owner: str,
-        ids: Tokens,
-        quality: Quality,
-    ) -> CachedPrefix | None:
+    def _conversation(self, owner: str, ids: Tokens, quality: Quality) -> CachedPrefix | None:
         longest: CachedPrefix | None = None
         for key, entry in self._conversations.items():
             length = len(key.prompt)

@@ -43,12 +43,7 @@ def is_blendable(layout: PromptLayout) -> bool:
     return any(place.origin is not PlaceOrigin.TEXT for place in layout.places)
 
 
-def reason_against(
-    blender: Blender,
-    layout: PromptLayout,
-    config: BlendConfig,
-    least_gain: int = LEAST_GAIN,
-) -> str:
+def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, least_gain: int = LEAST_GAIN) -> str:
     """Why this prompt is better computed in full, in a word or two, or "".
 
     Blending must save `least_gain` rows more than another pass, choosing rows by the question and reading operators cost.

@@ -137,13 +137,7 @@ class EmbeddedEngine:
             except StoreError:  # the tenant's store cannot be opened
                 prompt = replace(prompt, full_because=STORE_UNREACHABLE)
         sequence = Sequence(
-            prompt,
-            blender,
-            self.prefixes,
-            self.histories,
-            next(self._numbers),
-            on_event,
-            least_gain=self._least_gain,
+            prompt, blender, self.prefixes, self.histories, next(self._numbers), on_event, least_gain=self._least_gain
         )
         if self._bytes(sequence) > self._kv_budget:
             raise ContextLengthError(
@@ -192,11 +186,7 @@ class EmbeddedEngine:
             used = sum(map(self._bytes, self._running))
             counts = len(self._running), len(self._waiting), used, self._kv_budget
         return EngineStats(
-            *counts,
-            self.prefixes.nbytes,
-            len(self._encodings),
-            self.prefixes.evictions,
-            len(self._comparisons),
+            *counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions, len(self._comparisons)
         )
 
     def wait_idle(self, seconds: float, *, prompts_alone: bool = False) -> bool:
@@ -217,12 +207,7 @@ class EmbeddedEngine:
         """Whether its thread runs and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(
-        self,
-        library: ChunkLibrary,
-        variants: Listed[CacheKey],
-        on_done: OnDone,
-    ) -> None:
+    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> None:
         """Compute and store these caches in small pieces, between the passes of answers."""
         with self._changed:
             self._require_open()

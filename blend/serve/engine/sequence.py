@@ -160,15 +160,7 @@ class Sequence:
             cache.truncate(rows)  # without those of the first answer
         self.answers_left -= 1
         decoder = self._blender.decoder
-        answer = Decoding(
-            self.prompt,
-            decoder,
-            index,
-            cache,
-            send=self._send,
-            end=self._end_answer,
-            fail=self.fail,
-        )
+        answer = Decoding(self.prompt, decoder, index, cache, send=self._send, end=self._end_answer, fail=self.fail)
         self.answers.append(answer)
         answer.took(blend.logits)
 

@@ -76,12 +76,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._grammars = LRUCache[str, Grammar](_CACHE_BYTES, getsizeof=lambda grammar: grammar.nbytes)
 
-    def compile(
-        self,
-        schema: Mapping[str, Any] | None,
-        tools: Tools | None,
-        thinking: Thinking | None,
-    ) -> Grammar:
+    def compile(self, schema: Mapping[str, Any] | None, tools: Tools | None, thinking: Thinking | None) -> Grammar:
         """The form of an answer: JSON of a schema, calls, or either.
 
         Calls have a form if one must be made, or if a function is strict. thinking: thoughts may stand before the form.
@@ -106,17 +101,8 @@ class GrammarCompiler:
         text = "\n".join((*self._start(thinking), *rules))
         return self._compile(text, schemas, "tools" if schema is None else _SCHEMA)
 
-    @cachedmethod(
-        attrgetter("_grammars"),
-        key=lambda self, text, *_: text,
-        lock=attrgetter("_lock"),
-    )
-    def _compile(
-        self,
-        text: str,
-        schemas: list[Schema],
-        field: str,
-    ) -> Grammar:
+    @cachedmethod(attrgetter("_grammars"), key=lambda self, text, *_: text, lock=attrgetter("_lock"))
+    def _compile(self, text: str, schemas: list[Schema], field: str) -> Grammar:
         from llguidance import LLMatcher
 
         nbytes = require_compilable(schemas)
@@ -146,19 +132,10 @@ class GrammarCompiler:
                 field = f"tools[{number}].function.parameters"
                 # Not strict: keywords that the library does not know are ignored.
                 options = {**_SPACING, "lenient": not function.strict}
-                schemas[function.name] = written_schema(
-                    field,
-                    {"type": "object", **function.parameters},
-                    options,
-                )
+                schemas[function.name] = written_schema(field, {"type": "object", **function.parameters}, options)
         return schemas
 
-    def _calls(
-        self,
-        parameters: Mapping[str, Schema],
-        *,
-        parallel: bool,
-    ) -> list[str]:
+    def _calls(self, parameters: Mapping[str, Schema], *, parallel: bool) -> list[str]:
         """Rules for `calls`: everything behind `begin`, which `_text` or `calls` itself writes."""
         rules = [f"one: {' | '.join(f'one_{number}' for number in range(len(parameters)))}"]
         for number, (name, schema) in enumerate(parameters.items()):
@@ -203,11 +180,7 @@ class GrammarCompiler:
         stops = self._decoder.model.generation_config.eos_token_id
         try:
             # One more than the vocabulary: the library adds an end token where it recognizes none.
-            return from_tokenizer(
-                tokenizer,
-                n_vocab=self._decoder.vocabulary + 1,
-                eos_token=stops,
-            )
+            return from_tokenizer(tokenizer, n_vocab=self._decoder.vocabulary + 1, eos_token=stops)
         except ValueError as error:
             raise FieldError(f"this model's tokenizer cannot follow a form: {in_words(str(error))}", _FORMAT) from None
 

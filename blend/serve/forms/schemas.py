@@ -40,11 +40,7 @@ class Schema(NamedTuple):
     text: str
 
 
-def written_schema(
-    field: str,
-    schema: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Schema:
+def written_schema(field: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> Schema:
     """A schema of a request with the library's options. Raises `FieldError` if it holds too long a text."""
     values: list[Any] = [schema]
     while values:
@@ -62,11 +58,7 @@ def parser_limits() -> LLParserLimits:
     """The limits of following an answer, for both processes."""
     from llguidance._lib import LLParserLimits
 
-    return LLParserLimits(
-        max_lexer_states=_MOST_LEXER_STATES,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
+    return LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, precompute_large_lexemes=False, verbose_errors=False)
 
 
 def require_compilable(schemas: Sequence[Schema]) -> int:
@@ -125,11 +117,7 @@ def _answer(**fields: str | int) -> None:
     sys.stdout.flush()
 
 
-def _fault(
-    schema: str,
-    tokenizer: LLTokenizer,
-    limits: LLParserLimits,
-) -> str:
+def _fault(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
     """Why the library cannot follow this schema; "" if it can."""
     from llguidance import LLMatcher
 

@@ -32,11 +32,7 @@ def markers_of(template: object) -> ThoughtMarkers | None:
     return next((markers for markers in _FAMILIES if markers.begin in text or markers.end in text), None)
 
 
-def thinking_behind(
-    tokenizer: Any,
-    markers: ThoughtMarkers | None,
-    prompt: Sequence[int],
-) -> Thinking | None:
+def thinking_behind(tokenizer: Any, markers: ThoughtMarkers | None, prompt: Sequence[int]) -> Thinking | None:
     """How an answer to this prompt may begin; None if it has no thoughts, as behind a prompt that ends with `end`."""
     if markers is None:
         return None
@@ -77,12 +73,7 @@ class ThoughtParser:
         self._text = words
         return certain
 
-    def _divided(
-        self,
-        thinking: Thinking,
-        *,
-        final: bool,
-    ) -> tuple[str, str]:
+    def _divided(self, thinking: Thinking, *, final: bool) -> tuple[str, str]:
         """What is certain of the whole answer."""
         begin, end = thinking.markers
         answer = self._answer.lstrip(_BLANKS)

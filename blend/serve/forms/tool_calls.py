@@ -78,12 +78,7 @@ class CallParser:
     """
 
     def __init__(
-        self,
-        form: CallFormat,
-        names: Collection[str],
-        *,
-        parallel: bool = True,
-        required: bool = False,
+        self, form: CallFormat, names: Collection[str], *, parallel: bool = True, required: bool = False
     ) -> None:
         self._form = form
         self._names = frozenset(names)

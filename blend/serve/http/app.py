@@ -36,12 +36,7 @@ _PAGE_HEADERS = {
 }
 
 
-def make_app(
-    service: Service | None,
-    keys: ApiKeys,
-    limits: RequestLimits,
-    metrics: Metrics,
-) -> Starlette:
+def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metrics: Metrics) -> Starlette:
     """The ASGI application. `app.state.shared` is its `AppState`; set its `service` when it is loaded."""
     app = Starlette(
         routes=[
@@ -90,21 +85,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        refused = refuse(
-            f"{request.method} is not for this path; it takes {allowed}",
-            None,
-            "method_not_allowed",
-            405,
-        )
+        refused = refuse(f"{request.method} is not for this path; it takes {allowed}", None, "method_not_allowed", 405)
         response = refused.response()
         response.headers["allow"] = allowed
         return response
-    raise refuse(
-        "there is nothing here; see /v1/models",
-        None,
-        "not_found",
-        error.status_code,
-    )
+    raise refuse("there is nothing here; see /v1/models", None, "not_found", error.status_code)
 
 
 async def _health(request: Request) -> Response:
@@ -158,11 +143,7 @@ async def _described(request: Request) -> dict[str, Json]:
     tenant = admitted(request)
     service = state_of(request).require_service()
     names = (await run_in_threadpool(ModelNames.of, service, tenant)).names
-    vllm = {
-        "root": service.model,
-        "parent": None,
-        "max_model_len": service.context_length,
-    }
+    vllm = {"root": service.model, "parent": None, "max_model_len": service.context_length}
     model = {"object": "model", "created": service.created, "owned_by": "kvblend", **vllm}
     return {name: {"id": name, **model} for name in names}
 

@@ -42,23 +42,14 @@ _MOST_TEXTS = 2048  # to embed
 _MOST_BIASES = 1024
 _LONGEST_PLACE = 100  # characters of a path in a message
 _UNSUPPORTED = "unsupported_parameter"
-_CODES = {
-    "extra_forbidden": "unknown_parameter",
-    "missing": "missing_required_parameter",
-    _UNSUPPORTED: _UNSUPPORTED,
-}
+_CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter", _UNSUPPORTED: _UNSUPPORTED}
 """Codes of mistakes that are no invalid values, by pydantic's types of errors."""
 
 
 class Body(BaseModel):
     """Known fields only, with strict types. unsupported, ignored: as `UNSUPPORTED` and `IGNORED`."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        hide_input_in_errors=True,
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
     unsupported: ClassVar[Mapping[str, Any]] = {}
     ignored: ClassVar[Sequence[str]] = ()
 
@@ -72,11 +63,7 @@ class Body(BaseModel):
             field = given.pop(name)
             neutral = cls.unsupported[name]
             if type(field) is not type(neutral) or field != neutral:
-                raise PydanticCustomError(
-                    _UNSUPPORTED,
-                    "{value}",
-                    {"name": name, "value": shown(field)},
-                )
+                raise PydanticCustomError(_UNSUPPORTED, "{value}", {"name": name, "value": shown(field)})
         return given
 
 

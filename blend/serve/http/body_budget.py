@@ -27,12 +27,7 @@ class BodyBudget:
     used: int = 0
 
     @contextmanager
-    def receiving(
-        self,
-        request: HttpRequest,
-        *,
-        uploads: bool = False,
-    ) -> Iterator[HttpRequest]:
+    def receiving(self, request: HttpRequest, *, uploads: bool = False) -> Iterator[HttpRequest]:
         """The request. Reading its body raises `ApiError` beyond the limits, and when the budget is exhausted.
 
         The end of the context returns the bytes to the budget.

@@ -168,11 +168,7 @@ class ConversationBody(CommonBody):
     chat_template_kwargs: TemplateArguments = {}  # vLLM's
 
     def conversation(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None,
-        effort: str,
-        schema: Mapping[str, Any] | None = None,
+        self, messages: Sequence[Message], tools: Tools | None, effort: str, schema: Mapping[str, Any] | None = None
     ) -> list[Json]:
         """A prompt as fields of `Request`. effort: an `Effort`.
 
@@ -248,13 +244,7 @@ def _said(number: int, message: MessageBody) -> Message:
     )
 
 
-def tools_of(
-    offered: Sequence[Function],
-    choice: str,
-    named: str,
-    *,
-    parallel: bool,
-) -> Tools | None:
+def tools_of(offered: Sequence[Function], choice: str, named: str, *, parallel: bool) -> Tools | None:
     """The functions that the answer may call; None for none. Raises `ApiError`.
 
     Args:
@@ -278,11 +268,7 @@ def tools_of(
     return Tools(functions, parallel and not named, required)  # a function that is named is called once
 
 
-def schema_of(
-    kind: str,
-    schema: Mapping[str, Any] | None,
-    place: str,
-) -> Mapping[str, Any] | None:
+def schema_of(kind: str, schema: Mapping[str, Any] | None, place: str) -> Mapping[str, Any] | None:
     """The JSON schema of an answer of this type of `ResponseFormat`; None for any text. place: of the schema."""
     if kind != "json_schema":
         return {"type": "object"} if kind == "json_object" else None

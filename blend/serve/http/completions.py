@@ -41,11 +41,7 @@ async def text(request: HttpRequest) -> Response:
     return await answer(request, CompletionBody, TextReply)
 
 
-async def answer(
-    request: HttpRequest,
-    kind: type[BodyT],
-    make_reply: Callable[[BodyT, str], Reply],
-) -> Response:
+async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[BodyT, str], Reply]) -> Response:
     """Answer a request whose body is of this kind. make_reply: called with a body and the model's name."""
     state = state_of(request)
     body, channel = await submit(request, kind)
@@ -71,29 +67,14 @@ class EventStream(StreamingResponse):
     The channel watches for a disconnect, also before the stream begins.
     """
 
-    def __init__(
-        self,
-        request: HttpRequest,
-        channel: EventChannel,
-        first: Event | None,
-        reply: Reply,
-    ) -> None:
-        super().__init__(
-            self._parts(first),
-            headers=_HEADERS,
-            media_type="text/event-stream",
-        )
+    def __init__(self, request: HttpRequest, channel: EventChannel, first: Event | None, reply: Reply) -> None:
+        super().__init__(self._parts(first), headers=_HEADERS, media_type="text/event-stream")
         self._entry = entry_of(request)
         self._keep_alive_s = state_of(request).limits.keep_alive_s
         self._channel = channel
         self._reply = reply
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the answer ends or the client leaves."""
         try:
             await self.stream_response(send)
@@ -179,18 +160,10 @@ class ChatReply(Reply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        body: ChatBody | CompletionBody,
-        model: str,
-    ) -> None:
+    def __init__(self, body: ChatBody | CompletionBody, model: str) -> None:
         super().__init__()
         identifier = f"{self.prefix}-{uuid4().hex}"
-        self._common = {
-            "id": identifier,
-            "created": int(time.time()),
-            "model": body.model or model,
-        }
+        self._common = {"id": identifier, "created": int(time.time()), "model": body.model or model}
         self._with_logprobs = body.wanted_logprobs is not None
         self._answers = body.n  # to each prompt
         self._options = body.stream_options or StreamOptions()
@@ -221,19 +194,10 @@ class ChatReply(Reply):
         thoughts = "".join(output.text for output in outputs if output.thoughts)
         spoken = [output for output in outputs if not output.thoughts]
         calls = [call for output in spoken for call in output.calls]
-        content = self._content(
-            "".join(output.text for output in spoken),
-            calls,
-            thoughts,
-        )
+        content = self._content("".join(output.text for output in spoken), calls, thoughts)
         logprobs = self._logprobs_of([token for output in spoken for token in output.tokens], end.answer)
         reason = self._reason(end, len(calls))
-        return {
-            "index": end.answer,
-            **content,
-            "finish_reason": reason,
-            "logprobs": logprobs,
-        }
+        return {"index": end.answer, **content, "finish_reason": reason, "logprobs": logprobs}
 
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
@@ -276,11 +240,7 @@ class ChatReply(Reply):
     def _head(self, kind: str, choices: list[Json]) -> Json:
         return {**self._common, "object": kind, "choices": choices}
 
-    def _logprobs_of(
-        self,
-        tokens: Sequence[Token],
-        index: int,
-    ) -> Json | None:
+    def _logprobs_of(self, tokens: Sequence[Token], index: int) -> Json | None:
         return self._logprobs(tokens, index) if self._with_logprobs else None
 
     def _called(self, output: Output) -> Json:
@@ -294,12 +254,7 @@ class ChatReply(Reply):
     def _reason(finished: Finished, calls: int) -> str:
         return "tool_calls" if calls and finished.reason == "stop" else finished.reason
 
-    def _content(
-        self,
-        text: str,
-        calls: Sequence[ToolCall],
-        thoughts: str,
-    ) -> Json:
+    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
         called = {"tool_calls": [call_of(call) for call in calls]} if calls else {}
         thought = {"reasoning": thoughts} if thoughts else {}
         content = None if calls and not text else text
@@ -325,12 +280,7 @@ class TextReply(ChatReply):
         self._offsets = Counter[int]()  # characters of each answer so far
         self._decoders = defaultdict[int, Any](lambda: _characters("replace"))  # bytes of an incomplete one
 
-    def _content(
-        self,
-        text: str,
-        calls: Sequence[ToolCall],
-        thoughts: str,
-    ) -> Json:
+    def _content(self, text: str, calls: Sequence[ToolCall], thoughts: str) -> Json:
         return {"text": text}
 
     def _piece(self, text: str | None, *, first: bool = False) -> Json:
@@ -360,11 +310,7 @@ def logprobs_of(tokens: Sequence[Token]) -> list[Json]:
 
 
 def _logprob(token: Token | TopToken) -> Json:
-    return {
-        "token": token.text,
-        "logprob": _finite(token.logprob),
-        "bytes": list(token.raw),
-    }
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.raw)}
 
 
 def figures_of(started: Started) -> Json:

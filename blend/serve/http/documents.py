@@ -166,19 +166,11 @@ async def _from_form(request: Request) -> Addition:
                 elif isinstance(value, str) and name in ("corpus", "text_field"):
                     fields[name] = value
                 else:
-                    raise refuse(
-                        f"unknown part {shown(name)}; parts are files named 'file'",
-                        None,
-                        "unknown_parameter",
-                    )
+                    raise refuse(f"unknown part {shown(name)}; parts are files named 'file'", None, "unknown_parameter")
     except HTTPException as error:
         raise refuse(f"the form cannot be read: {' '.join(str(error.detail).split())[:200]}") from None
     if not files:
-        raise refuse(
-            "the form has no part 'file'",
-            "file",
-            "missing_required_parameter",
-        )
+        raise refuse("the form has no part 'file'", "file", "missing_required_parameter")
     if "text_field" in fields:
         files = [file._replace(text_field=fields["text_field"]) for file in files]
     return _named_corpus(request, fields.get("corpus")), files, []
@@ -187,11 +179,7 @@ async def _from_form(request: Request) -> Addition:
 def _queried(request: Request, name: str = "corpus") -> str:
     """The value of the only parameter that the address may have, or ""."""
     if unknown := sorted(request.query_params.keys() - {name}):
-        raise refuse(
-            f"unknown query parameter {shown(unknown[0])}; there is {name}",
-            None,
-            "unknown_parameter",
-        )
+        raise refuse(f"unknown query parameter {shown(unknown[0])}; there is {name}", None, "unknown_parameter")
     return request.query_params.get(name, "")
 
 

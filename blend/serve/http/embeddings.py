@@ -41,13 +41,7 @@ async def embeddings(request: Request) -> Response:
             watch.cancel()
 
 
-def _answer(
-    raw: bytes,
-    state: AppState,
-    tenant: str,
-    watch: asyncio.Task[None],
-    identifier: str,
-) -> Slices[Json]:
+def _answer(raw: bytes, state: AppState, tenant: str, watch: asyncio.Task[None], identifier: str) -> Slices[Json]:
     body = read_body(raw, EmbeddingBody)
     service = state.require_service()
     names = ModelNames.of(service, tenant)
@@ -72,12 +66,7 @@ def _answer(
             vectors[index] = _encoded(vector, body.encoding_format)
     data = [{"object": "embedding", "index": index, "embedding": vectors[index]} for index in range(len(vectors))]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {
-        "object": "list",
-        "data": data,
-        "model": body.model or embedder.name,
-        "usage": usage,
-    }
+    return {"object": "list", "data": data, "model": body.model or embedder.name, "usage": usage}
 
 
 def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
@@ -89,11 +78,7 @@ def _checked(body: EmbeddingBody, embedder: Embedder) -> int:
     for index, count in enumerate(counts):
         if embedder.window is not None and count > embedder.window:
             reads = f"{embedder.name} reads at most {embedder.window:,} tokens: divide the text"
-            raise refuse(
-                f"input[{index}] has {count:,} tokens; {reads}",
-                "input",
-                "context_length_exceeded",
-            )
+            raise refuse(f"input[{index}] has {count:,} tokens; {reads}", "input", "context_length_exceeded")
     return sum(counts)
 
 

@@ -70,26 +70,12 @@ class ApiError(Exception):
         return json_response(document, self.status, headers)
 
 
-def json_response(
-    document: Any,
-    status: int = 200,
-    headers: dict[str, str] | None = None,
-) -> Response:
+def json_response(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; encodes every character, lone surrogates too."""
-    return Response(
-        json_text(document, allow_nan=False),
-        status,
-        headers,
-        "application/json",
-    )
+    return Response(json_text(document, allow_nan=False), status, headers, "application/json")
 
 
-def refuse(
-    message: str,
-    param: str | None = None,
-    code: str = "invalid_value",
-    status: int = 400,
-) -> ApiError:
+def refuse(message: str, param: str | None = None, code: str = "invalid_value", status: int = 400) -> ApiError:
     """An error of the client."""
     return ApiError(status, message, code, param)
 
@@ -104,11 +90,7 @@ def missing(field: str) -> ApiError:
     return refuse(f"{field} is missing", field, "missing_required_parameter")
 
 
-def unavailable(
-    message: str,
-    code: str = "unavailable",
-    retry_s: float | None = 1.0,
-) -> ApiError:
+def unavailable(message: str, code: str = "unavailable", retry_s: float | None = 1.0) -> ApiError:
     """A temporary error of the server."""
     return ApiError(503, message, code, None, "server_error", retry_s)
 
@@ -135,22 +117,11 @@ def failure_of(error: Exception) -> ApiError:
     if isinstance(error, ClientDisconnect):
         return ended_early("cancelled")
     if isinstance(error, QueueFullError):
-        return ApiError(
-            429,
-            str(error),
-            "rate_limit_exceeded",
-            None,
-            "rate_limit_error",
-            error.retry_after_s,
-        )
+        return ApiError(429, str(error), "rate_limit_exceeded", None, "rate_limit_error", error.retry_after_s)
     if isinstance(error, EngineFailedError):
         return unavailable("the server has failed and must be started anew; its log says where", retry_s=None)
     if isinstance(error, IndexMissingError):
-        return refuse(
-            "there is no corpus to retrieve from: add documents, or ask without",
-            "kvblend",
-            "no_corpus",
-        )
+        return refuse("there is no corpus to retrieve from: add documents, or ask without", "kvblend", "no_corpus")
     if isinstance(error, ContextLengthError):
         return refuse(_too_long(error), "messages", "context_length_exceeded")
     if isinstance(error, CLIENT_ERRORS):

@@ -209,12 +209,7 @@ class CountBody(ConversationBody):
         whole = [Mark(_TTL_S[self.cache_control.ttl])] if self.cache_control is not None else []
         return (*marks, *whole)
 
-    def _mark(
-        self,
-        seconds: float,
-        number: int,
-        blocks: int,
-    ) -> Mark:
+    def _mark(self, seconds: float, number: int, blocks: int) -> Mark:
         """A mark behind so many blocks of a turn."""
         *before, turn = self._turns[: number + 1]
         cut = turn.model_copy(update={"content": turn.content[:blocks]})
@@ -241,12 +236,7 @@ class CountBody(ConversationBody):
         named = choice.name if kind == "function" else ""
         offered = [Function(tool.name, tool.description, tool.input_schema) for tool in self.tools]
         effort = "none" if self.thinking.type == "disabled" else "medium"
-        tools = tools_of(
-            offered,
-            kind,
-            named,
-            parallel=not choice.disable_parallel_tool_use,
-        )
+        tools = tools_of(offered, kind, named, parallel=not choice.disable_parallel_tool_use)
         return self.conversation(_written(self._turns), tools, effort)
 
 
@@ -284,11 +274,7 @@ def _of_user(turn: TurnBody) -> list[Message]:
 
 def _of_assistant(turn: TurnBody) -> list[Message]:
     calls = [
-        ToolCall(
-            block.id or _identifier("toolu"),
-            block.name or "",
-            json_text(block.input),
-        )
+        ToolCall(block.id or _identifier("toolu"), block.name or "", json_text(block.input))
         for block in turn.content
         if block.type == "tool_use"
     ]
@@ -364,11 +350,7 @@ class MessagesReply(Reply):
     def _opened(self, block: Json) -> Iterator[Json]:
         yield from self._closed()
         self._block = block
-        yield {
-            "type": "content_block_start",
-            "index": self._index,
-            "content_block": block,
-        }
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
 
     def _closed(self) -> Iterator[Json]:
         """Close the open block, if there is one."""
@@ -395,10 +377,7 @@ class MessagesReply(Reply):
         return {
             "input_tokens": computed - written,
             "cache_creation_input_tokens": written,
-            "cache_creation": {
-                "ephemeral_5m_input_tokens": written - lasting,
-                "ephemeral_1h_input_tokens": lasting,
-            },
+            "cache_creation": {"ephemeral_5m_input_tokens": written - lasting, "ephemeral_1h_input_tokens": lasting},
             "cache_read_input_tokens": cached,
             "output_tokens": used["completion_tokens"],
         }

@@ -54,30 +54,17 @@ class ModelNames(NamedTuple):
 
 def unknown_model(name: object, names: Iterable[str]) -> ApiError:
     """There are only models of these names."""
-    return refuse(
-        f"the model {shown(name)} does not exist; there are: {', '.join(names)}",
-        "model",
-        _NO_MODEL,
-        404,
-    )
+    return refuse(f"the model {shown(name)} does not exist; there are: {', '.join(names)}", "model", _NO_MODEL, 404)
 
 
-def requests_of(
-    body: CommonBody,
-    names: ModelNames,
-    limits: RequestLimits,
-) -> list[Request]:
+def requests_of(body: CommonBody, names: ModelNames, limits: RequestLimits) -> list[Request]:
     """One request for each prompt. Raises `ApiError`."""
     options = body.kvblend
     prompts = body.prompts()
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options is for streams; set stream to true or leave it out", "stream_options")
     if body.best_of not in (1, body.n):  # all answers that are computed are sent
-        raise refuse(
-            f"best_of = {body.best_of} is not supported; leave it out",
-            "best_of",
-            "unsupported_parameter",
-        )
+        raise refuse(f"best_of = {body.best_of} is not supported; leave it out", "best_of", "unsupported_parameter")
     if options.verify and body.n * len(prompts) > 1:
         raise refuse("one answer to one prompt can be verified; ask them one by one", "kvblend.verify")
     if names.tenant and options.priority < 0:
@@ -85,11 +72,7 @@ def requests_of(
         raise refuse(message, "kvblend.priority", "forbidden", 403)
     top_k, corpus = _retrieval(body, names, limits.top_k)
     if isinstance(body, CompletionBody):
-        sources = {
-            "documents": body.documents,
-            "kvblend.retrieve": options.retrieve,
-            "model": top_k is not None,
-        }
+        sources = {"documents": body.documents, "kvblend.retrieve": options.retrieve, "model": top_k is not None}
         if name := next((name for name, source in sources.items() if source), None):
             raise refuse(f"{name} brings documents to a completion; ask /v1/chat/completions", name)
     sampling = Sampling(
@@ -128,11 +111,7 @@ def _given(number: int, document: DocumentBody) -> GivenDocument:
     return GivenDocument(document.text or "", document.title, document.id)
 
 
-def _retrieval(
-    body: CommonBody,
-    names: ModelNames,
-    default_k: int,
-) -> tuple[int | None, str]:
+def _retrieval(body: CommonBody, names: ModelNames, default_k: int) -> tuple[int | None, str]:
     """How many chunks to retrieve (None for none) and the corpus, from the model's name and the field `kvblend`."""
     model = body.model or names.model
     if model not in names.names:
@@ -152,11 +131,7 @@ def _retrieval(
     if (named or retrieve) and corpus not in names.corpora:
         existing = ", ".join(map(in_words, names.corpora))
         if not existing:
-            raise refuse(
-                "no document is indexed yet: add some, or ask without retrieval",
-                field,
-                _NO_CORPUS,
-            )
+            raise refuse("no document is indexed yet: add some, or ask without retrieval", field, _NO_CORPUS)
         absent = f"no corpus {shown(corpus)}" if corpus else "no corpus without a name"
         raise refuse(f"there is {absent}; there are: {existing}", field, _NO_CORPUS)
     if retrieve is not None:

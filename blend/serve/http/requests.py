@@ -161,11 +161,7 @@ class AppState:
         if self.closing:
             raise closing()
         if self.service is None or not self.service.ready:
-            raise unavailable(
-                "the server is loading its model; try again in a moment",
-                "loading",
-                2.0,
-            )
+            raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
         if not self.service.engine.alive:
             raise failure_of(EngineFailedError())
         return self.service
@@ -192,12 +188,7 @@ def admitted(request: Request) -> str:
         _refuse_foreign_hosts(request)
     tenant = state.keys.tenant_of(_key_of(request))
     if tenant is None:
-        raise refuse(
-            "the API key is missing or unknown; send Authorization: Bearer KEY",
-            None,
-            "invalid_api_key",
-            401,
-        )
+        raise refuse("the API key is missing or unknown; send Authorization: Bearer KEY", None, "invalid_api_key", 401)
     entry_of(request).tenant = tenant
     return tenant
 
@@ -268,12 +259,7 @@ class RequestLog:
         self._app = app
         self._metrics = metrics
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         entry = scope["kvblend.entry"] = LogEntry(_client_id(scope) or uuid4().hex)
         sent = 0
@@ -298,12 +284,7 @@ class RequestLog:
         finally:
             self._note(scope, entry, entry.status or sent)
 
-    def _note(
-        self,
-        scope: Scope,
-        entry: LogEntry,
-        status: int,
-    ) -> None:
+    def _note(self, scope: Scope, entry: LogEntry, status: int) -> None:
         route = _route(scope)
         seconds = time.monotonic() - entry.begun
         self._metrics.responded(route, status)
@@ -317,12 +298,7 @@ class RequestLog:
             "seconds": round(seconds, 4),
         }
         rows = entry.figures.rows if entry.figures is not None else 0
-        optional = {
-            "tenant": entry.tenant,
-            "rows": rows,
-            "ttft_s": entry.ttft_s,
-            "error": entry.error,
-        }
+        optional = {"tenant": entry.tenant, "rows": rows, "ttft_s": entry.ttft_s, "error": entry.error}
         LOG.info("request", extra={**fields, **{name: value for name, value in optional.items() if value}})
 
 
@@ -347,12 +323,7 @@ def _without_arguments(message: object) -> str:
 class JsonLines(JsonFormatter):
     """Time, level, event and the record's extra fields; of an exception only its type."""
 
-    def add_fields(
-        self,
-        log_data: dict[str, Any],
-        record: logging.LogRecord,
-        message_dict: dict[str, Any],
-    ) -> None:
+    def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
         """Fill the line's object."""
         log_data |= {"time": round(record.created, 3), "level": record.levelname.lower()}
         is_ours = record.name == LOG.name

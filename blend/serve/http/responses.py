@@ -187,11 +187,7 @@ class ResponsesBody(ConversationBody):
             else:
                 if not messages or messages[-1].role != "assistant":
                     messages.append(Message("assistant", "", thoughts=thoughts))
-                call = ToolCall(
-                    item.call_id or "",
-                    item.name or "",
-                    item.arguments or "",
-                )
+                call = ToolCall(item.call_id or "", item.name or "", item.arguments or "")
                 messages[-1] = messages[-1]._replace(tool_calls=(*messages[-1].tool_calls, call))
             thoughts = ""
         return messages
@@ -269,11 +265,7 @@ class ResponsesReply(Reply):
         self._part["text"] += text
         yield self._event("reasoning_text.delta", **self._place, delta=text)
 
-    def _says(
-        self,
-        text: str,
-        tokens: tuple[Token, ...],
-    ) -> Iterator[Json]:
+    def _says(self, text: str, tokens: tuple[Token, ...]) -> Iterator[Json]:
         """Add text; opens a message if none is open."""
         if self._item is None or self._item["type"] == "reasoning":
             yield from self._closed()
@@ -284,26 +276,12 @@ class ResponsesReply(Reply):
         if text or logprobs:
             self._part["text"] += text
             self._part["logprobs"] += logprobs
-            yield self._event(
-                "output_text.delta",
-                **self._place,
-                delta=text,
-                logprobs=logprobs,
-            )
+            yield self._event("output_text.delta", **self._place, delta=text, logprobs=logprobs)
 
     def _opened(self, item: Json, part: Json) -> Iterator[Json]:
         self._part = part
-        self._item = {
-            "id": _identifier(_PREFIXES[item["type"]]),
-            **item,
-            "status": "in_progress",
-            "content": [],
-        }
-        yield self._event(
-            "output_item.added",
-            output_index=self._index,
-            item=self._item,
-        )
+        self._item = {"id": _identifier(_PREFIXES[item["type"]]), **item, "status": "in_progress", "content": []}
+        yield self._event("output_item.added", output_index=self._index, item=self._item)
 
     def _closed(self, status: str = "completed") -> Iterator[Json]:
         """End the open item, if there is one."""
@@ -314,12 +292,7 @@ class ResponsesReply(Reply):
         if item["type"] == "reasoning":
             yield self._event("reasoning_text.done", **self._place, text=part["text"])
         else:
-            yield self._event(
-                "output_text.done",
-                **self._place,
-                text=part["text"],
-                logprobs=part["logprobs"],
-            )
+            yield self._event("output_text.done", **self._place, text=part["text"], logprobs=part["logprobs"])
             yield self._event("content_part.done", **self._place, part=part)
         yield self._item_ended({**item, "status": status, "content": [part]})
         self._item = None
@@ -328,20 +301,10 @@ class ResponsesReply(Reply):
         yield from self._closed()
         identifier = _identifier("fc")
         names = {"call_id": call.id, "name": call.name}
-        item = {
-            "id": identifier,
-            "type": "function_call",
-            **names,
-            "arguments": "",
-            "status": "in_progress",
-        }
+        item = {"id": identifier, "type": "function_call", **names, "arguments": "", "status": "in_progress"}
         place = {"item_id": identifier, "output_index": self._index}
         yield self._event("output_item.added", output_index=self._index, item=item)
-        yield self._event(
-            "function_call_arguments.delta",
-            **place,
-            delta=call.arguments,
-        )
+        yield self._event("function_call_arguments.delta", **place, delta=call.arguments)
         complete = {"name": call.name, "arguments": call.arguments}
         yield self._event("function_call_arguments.done", **place, **complete)
         status = "completed" if is_object(call.arguments) else "incomplete"
@@ -383,11 +346,7 @@ class ResponsesReply(Reply):
     def _place(self) -> Json:
         """Of the open item's part."""
         assert self._item is not None
-        return {
-            "item_id": self._item["id"],
-            "output_index": self._index,
-            "content_index": 0,
-        }
+        return {"item_id": self._item["id"], "output_index": self._index, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> Json:
         event = {"type": f"response.{kind}", "sequence_number": self._number, **fields}

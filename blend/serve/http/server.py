@@ -25,12 +25,7 @@ _POLL_S = 0.05
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises `ConfigError` if the address is not available."""
     try:
-        addresses = socket.getaddrinfo(
-            host,
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host} is no address of this machine ({error})") from None
     family, kind, protocol, _, address = addresses[0]
@@ -59,12 +54,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        app: Starlette,
-        place: socket.socket,
-        *,
-        grace_s: float,
-        on_started: Callable[[], None] = lambda: None,
+        self, app: Starlette, place: socket.socket, *, grace_s: float, on_started: Callable[[], None] = lambda: None
     ) -> None:
         state = app.state.shared
         assert isinstance(state, AppState)

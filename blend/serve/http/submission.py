@@ -55,23 +55,14 @@ Formed = tuple[Prompt, OnEvent]
 """A prompt that waits for its grammar, with what takes its events."""
 
 
-def _prepared(
-    raw: bytes,
-    kind: type[BodyT],
-    channel: EventChannel,
-    formed: list[Formed],
-) -> Slices[BodyT]:
+def _prepared(raw: bytes, kind: type[BodyT], channel: EventChannel, formed: list[Formed]) -> Slices[BodyT]:
     """Prepare all prompts, submit those without a form, and add the others to `formed`."""
     channel.require()  # the body may have taken a while
     service = channel.state.require_service()
     tenant = channel.entry.tenant
     body = read_body(raw, kind)
     try:
-        requests = requests_of(
-            body,
-            ModelNames.of(service, tenant),
-            channel.state.limits,
-        )
+        requests = requests_of(body, ModelNames.of(service, tenant), channel.state.limits)
     except ApiError as error:
         if error.code in CORPUS_CODES:  # which corpora exist is unknown while the store is unreachable
             service.require_store(tenant)
@@ -91,11 +82,7 @@ def _prepared(
     return body
 
 
-def _compiled(
-    formed: list[Formed],
-    kind: type[CommonBody],
-    channel: EventChannel,
-) -> Slices[None]:
+def _compiled(formed: list[Formed], kind: type[CommonBody], channel: EventChannel) -> Slices[None]:
     """Submit the prompts with a form."""
     for prompt, send in formed:
         channel.require(prompt.request.deadline_s)
@@ -125,12 +112,7 @@ class JoinedPrompts:
     prompts: how many. answers: to each; answer i to prompt p becomes answer `p * answers + i`. The first failure ends all.
     """
 
-    def __init__(
-        self,
-        prompts: int,
-        answers: int,
-        send: OnEvent,
-    ) -> None:
+    def __init__(self, prompts: int, answers: int, send: OnEvent) -> None:
         self._going = prompts
         self._answers = answers
         self._send = send

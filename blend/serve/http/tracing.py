@@ -90,12 +90,7 @@ class LogEntry:
     def attributes(self) -> dict[str, AttributeValue]:
         """The attributes of its span."""
         figures = {name: getattr(self.figures, name) for name in _ATTRIBUTES if self.figures is not None}
-        fields = {
-            "request": self.id,
-            "outcome": self.outcome,
-            "completion_tokens": self.tokens,
-            **figures,
-        }
+        fields = {"request": self.id, "outcome": self.outcome, "completion_tokens": self.tokens, **figures}
         return {f"kvblend.{name}": value for name, value in fields.items()}
 
 
@@ -111,11 +106,7 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("kvblend")
 
-    def record(
-        self,
-        request: LogEntry,
-        headers: Mapping[str, str],
-    ) -> None:
+    def record(self, request: LogEntry, headers: Mapping[str, str]) -> None:
         """Make the spans of a request. headers: `traceparent` continues another trace."""
         from opentelemetry.trace import set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -127,12 +118,7 @@ class Tracing:
 
         above = TraceContextTextMapPropagator().extract(headers)
         begin = request.begun
-        whole = self._tracer.start_span(
-            "request",
-            above,
-            attributes=request.attributes(),
-            start_time=at(begin),
-        )
+        whole = self._tracer.start_span("request", above, attributes=request.attributes(), start_time=at(begin))
         inside = set_span_in_context(whole)
         for name, end in request.parts():
             stop = min(max(begin, end), request.ended)

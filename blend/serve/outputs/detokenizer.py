@@ -25,11 +25,7 @@ _NEWLINE = "\u010a"  # in that alphabet
 class Detokenizer:
     """The text of one answer. shown: control tokens that are part of the text."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        shown: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, tokenizer: Any, shown: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         # The vocabulary holds the plain text of added tokens.
         self._added = {int(token): str(word) for token, word in tokenizer.added_tokens_decoder.items()}

@@ -138,14 +138,7 @@ def _word(reason: str, parts: Sequence[PartsTokens]) -> str:
 class AnswerText:
     """Adds text to the tokens of one answer, and reads thoughts and calls of functions. index: among the prompt's answers."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompt: Prompt,
-        form: CallFormat,
-        index: int,
-        send: OnEvent,
-    ) -> None:
+    def __init__(self, tokenizer: Any, prompt: Prompt, form: CallFormat, index: int, send: OnEvent) -> None:
         tools = prompt.request.tools
         self._prompt = prompt
         self._index = index
@@ -157,12 +150,7 @@ class AnswerText:
         self._calls: CallParser | None = None
         if tools is not None:
             names = [function.name for function in tools.functions]
-            self._calls = CallParser(
-                form,
-                names,
-                parallel=tools.parallel,
-                required=bool(tools.required),
-            )
+            self._calls = CallParser(form, names, parallel=tools.parallel, required=bool(tools.required))
         self._held: list[Token] = []  # until their text is certain
 
     def add(self, token: Token) -> None:
@@ -194,24 +182,14 @@ class AnswerText:
         for piece in pieces:
             self._send_held(piece)
 
-    def _without_thoughts(
-        self,
-        text: str,
-        *,
-        final: bool = False,
-    ) -> str:
+    def _without_thoughts(self, text: str, *, final: bool = False) -> str:
         """Send the thoughts, with the tokens that belong to them; return the text."""
         thoughts, text = self._thoughts.add(text, final=final)
         if thoughts or (self._thoughts.inside and self._held):
             self._send_held(thoughts, thoughts=True)
         return text
 
-    def _send_held(
-        self,
-        piece: str | ToolCall,
-        *,
-        thoughts: bool = False,
-    ) -> None:
+    def _send_held(self, piece: str | ToolCall, *, thoughts: bool = False) -> None:
         """Send a text or a call with the tokens that were held back for it."""
         text, calls = (piece, ()) if isinstance(piece, str) else ("", (piece,))
         self._send(Output(tuple(self._held), text, calls, self._index, thoughts))

@@ -37,10 +37,7 @@ def build_prompt(tenant: TenantState, request: Request, require: Require = lambd
 
 
 def _rows_before_last_message(
-    tenant: TenantState,
-    request: Request,
-    places: Sequence[Place],
-    layout: PromptLayout,
+    tenant: TenantState, request: Request, places: Sequence[Place], layout: PromptLayout
 ) -> int:
     """How many of a prompt's rows stand in front of its last message, and of the passages in it; 0 in a new conversation."""
     if not any(message.role == "assistant" for message in request.messages):

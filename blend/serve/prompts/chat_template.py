@@ -105,22 +105,14 @@ class ChatTemplate:
     canonical_prefix: the prefix behind which the caches of passages were computed. instructions: stand before passages.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        canonical_prefix: tuple[int, ...],
-        instructions: str = "",
-    ) -> None:
+    def __init__(self, tokenizer: Any, canonical_prefix: tuple[int, ...], instructions: str = "") -> None:
         self._tokenizer = tokenizer
         self._text = TextTokenizer(tokenizer)
         self._canonical_prefix = canonical_prefix
         self._instructions = instructions
 
     def prompt(
-        self,
-        request: Request,
-        passages: Sequence[Place] = (),
-        messages: Sequence[Message] | None = None,
+        self, request: Request, passages: Sequence[Place] = (), messages: Sequence[Message] | None = None
     ) -> PromptLayout:
         """The prompt of a request with these passages. messages: instead of the request's. Raises as `layout` does."""
         if request.prompt is not None:
@@ -131,13 +123,7 @@ class ChatTemplate:
             arguments = {**arguments, "tools": [function.described for function in request.tools.functions]}
         return self.layout(turns, arguments)
 
-    def reach(
-        self,
-        mark: Mark,
-        request: Request,
-        passages: Sequence[Place],
-        layout: PromptLayout,
-    ) -> int:
+    def reach(self, mark: Mark, request: Request, passages: Sequence[Place], layout: PromptLayout) -> int:
         """How many of a prompt's tokens a mark keeps: those that it shares with the prompt of other text behind the mark."""
         if mark.message is None:
             return layout.rows
@@ -254,11 +240,7 @@ def _other_than(text: str) -> str:
     return "," if text.startswith(".") else "."
 
 
-def question_turns(
-    messages: Sequence[Message],
-    passages: Sequence[Place],
-    instructions: str,
-) -> list[Turn]:
+def question_turns(messages: Sequence[Message], passages: Sequence[Place], instructions: str) -> list[Turn]:
     """The conversation; with passages, `instructions` and these stand before the user's last message.
 
     Results of tools may follow that message; the passages stay where they were when the answer called the tools.

@@ -48,12 +48,7 @@ def _require_tokens(ids: Sequence[int], vocabulary: int) -> None:
         raise FieldError(f"prompt: there is no token {max(ids):,}; give ids from 0 to {vocabulary - 1:,}", "prompt")
 
 
-def _require_length(
-    request: Request,
-    longest: int,
-    count: Callable[[str], int],
-    require: Require,
-) -> None:
+def _require_length(request: Request, longest: int, count: Callable[[str], int], require: Require) -> None:
     """Refuse what cannot fit before it is cut into chunks, which takes far longer than counting its tokens."""
     texts = _texts_of(request)
     characters = sum(map(len, texts)) + sum(len(document.title) for document in request.documents)

@@ -36,12 +36,7 @@ class Rules(NamedTuple):
     thoughts: ThoughtMarkers | None = None
 
 
-def completed(
-    reuse: Reuse,
-    tenant: TenantState,
-    request: Request,
-    rules: Rules,
-) -> Prompt:
+def completed(reuse: Reuse, tenant: TenantState, request: Request, rules: Rules) -> Prompt:
     """The prompt, yet without the grammar of its answer. Its marked text is pinned."""
     decoder = tenant.decoder
     reachable = tenant.watch.reachable()

@@ -32,12 +32,7 @@ class ComputedText:
     """
 
     def __init__(
-        self,
-        ids: Ids,
-        layout: PromptLayout,
-        runs: Iterable[TextRun[Any]],
-        control: frozenset[int],
-        past: Past | None,
+        self, ids: Ids, layout: PromptLayout, runs: Iterable[TextRun[Any]], control: frozenset[int], past: Past | None
     ) -> None:
         self._ids = ids
         self._control = control
@@ -60,12 +55,7 @@ class ComputedText:
                 if place.first + len(place.tokens) < len(place.stored):
                     self._cut_ends.add(span.stop)
 
-    def parts(
-        self,
-        searched: Flags,
-        foreign: Flags,
-        question: Span | None,
-    ) -> Iterator[ComputedPart]:
+    def parts(self, searched: Flags, foreign: Flags, question: Span | None) -> Iterator[ComputedPart]:
         """The parts that are computed, among the tokens that were searched for known text.
 
         foreign: text of other corpora than the prompt's. question: new text in front of the last tokens.

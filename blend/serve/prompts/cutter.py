@@ -37,12 +37,7 @@ class Cutter:
     pay, so all pieces get longer by one factor.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        control: frozenset[int],
-        least_rows: float = 0.0,
-    ) -> None:
+    def __init__(self, tokenizer: Any, control: frozenset[int], least_rows: float = 0.0) -> None:
         self._factor = 1  # a power of two: `least_rows` is timed, and must not change the pieces at every start
         while self._factor * REACH < least_rows:
             self._factor *= 2
@@ -110,12 +105,7 @@ class Cutter:
         return self._kinds[token]
 
 
-def _fitting(
-    ranks: NDArray[np.uint64],
-    start: int,
-    stop: int,
-    most: int,
-) -> list[Span]:
+def _fitting(ranks: NDArray[np.uint64], start: int, stop: int, most: int) -> list[Span]:
     """The piece, or its parts: one of more than `most` tokens is cut where a boundary ranks highest."""
     waiting = [Span(start, stop)]
     pieces = list[Span]()

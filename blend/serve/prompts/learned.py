@@ -160,12 +160,7 @@ class LearnedCaches(LearnedTexts):
 
     """
 
-    def __init__(
-        self,
-        path: Path,
-        budget_bytes: int,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: Path, budget_bytes: int, clock: Callable[[], float] = time.time) -> None:
         super().__init__(path)
         self.budget = budget_bytes
         self._clock = clock
@@ -210,11 +205,7 @@ class LearnedCaches(LearnedTexts):
         return frozenset()
 
     def admitted(
-        self,
-        library: ChunkLibrary,
-        texts: Iterable[Tokens],
-        user: str = "",
-        session: str = "",
+        self, library: ChunkLibrary, texts: Iterable[Tokens], user: str = "", session: str = ""
     ) -> set[Tokens]:
         """Count a use of these texts by a user's session; returns those whose caches may be stored, or stay stored.
 
@@ -239,13 +230,7 @@ class LearnedCaches(LearnedTexts):
             self._follow()
             return {text for piece, text in pieces.items() if piece not in evicted}
 
-    def _use(
-        self,
-        file: sqlite3.Connection,
-        piece: Piece,
-        text: Tokens,
-        caches: Mapping[ChunkKey, int],
-    ) -> None:
+    def _use(self, file: sqlite3.Connection, piece: Piece, text: Tokens, caches: Mapping[ChunkKey, int]) -> None:
         """Count a use of a piece, known or new."""
         (last,) = file.execute("SELECT coalesce(max(used), 0) FROM pieces").fetchone()
         tokens = np.array(text, np.int32).tobytes()
@@ -278,12 +263,7 @@ class LearnedCaches(LearnedTexts):
         for piece in list(islice(self._past, max(0, len(self._past) - _REMEMBERED))):
             del self._past[piece]
 
-    def pin(
-        self,
-        wishes: Mapping[Tokens, Wish],
-        user: str,
-        session: str,
-    ) -> set[Tokens]:
+    def pin(self, wishes: Mapping[Tokens, Wish], user: str, session: str) -> set[Tokens]:
         """Pin the texts of a request that fit, in this order, learned or not. Raises `StoreError`.
 
         Returns the pinned texts. A text that is not learned in time is pinned for nothing.
@@ -322,12 +302,7 @@ class LearnedCaches(LearnedTexts):
             with self._lock, self._changing() as file:
                 self._note(file, pieces, "")
 
-    def _note(
-        self,
-        file: sqlite3.Connection,
-        pieces: Iterable[Piece],
-        session: str,
-    ) -> None:
+    def _note(self, file: sqlite3.Connection, pieces: Iterable[Piece], session: str) -> None:
         """Note that a session's request has these texts. A text that was learned without one stays that of all, too."""
         for piece in pieces:
             noted = file.execute(f"SELECT 1 FROM pins WHERE {_PIECE}", piece).fetchone()
@@ -336,12 +311,7 @@ class LearnedCaches(LearnedTexts):
             if session or noted:
                 file.execute("INSERT OR IGNORE INTO pins VALUES (?, ?, ?, 0, 0)", (*piece, session))
 
-    def end_session(
-        self,
-        store: ChunkStore,
-        user: str,
-        session: str,
-    ) -> Forgotten:
+    def end_session(self, store: ChunkStore, user: str, session: str) -> Forgotten:
         """Delete the texts that only this session of a user brought or used. Raises `StoreError`."""
         alone = "SELECT user, name FROM pins WHERE user = ? GROUP BY name HAVING min(session) = ? AND count(*) = 1"
         with self._lock:
@@ -379,12 +349,7 @@ class LearnedCaches(LearnedTexts):
         for user, index in self._indexes.items():
             yield from (Piece(user, run.name) for run in index.runs(text))
 
-    def drop(
-        self,
-        store: ChunkStore,
-        texts: Iterable[Tokens],
-        user: str = "",
-    ) -> None:
+    def drop(self, store: ChunkStore, texts: Iterable[Tokens], user: str = "") -> None:
         """Delete these pieces of a user. Raises `StoreError`."""
         with self._lock:
             self._delete(store, {Piece(user, digest_of(text)) for text in texts})
@@ -399,12 +364,7 @@ class LearnedCaches(LearnedTexts):
             self._past.pop(piece, None)
         self._follow()
 
-    def _remove(
-        self,
-        file: sqlite3.Connection,
-        store: ChunkStore,
-        pieces: Collection[Piece],
-    ) -> Forgotten:
+    def _remove(self, file: sqlite3.Connection, store: ChunkStore, pieces: Collection[Piece]) -> Forgotten:
         """Delete these pieces, and those of their caches that no other piece, no corpus and no pin of the operator has.
 
         A process that dies meanwhile leaves the file as it was: it then names too many.

@@ -12,16 +12,7 @@ from blend.serve.prompt import Cited, nothing_before
 from blend.serve.prompts.computed import ComputedText, Past
 from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
 from blend.serve.reasons import NEW, ComputedPart
-from blend.serve.token_index import (
-    Flags,
-    Ids,
-    Name,
-    Offsets,
-    TextRun,
-    TokenIndex,
-    digest_of,
-    longest_first,
-)
+from blend.serve.token_index import Flags, Ids, Name, Offsets, TextRun, TokenIndex, digest_of, longest_first
 from blend.types import Place, PlaceOrigin, PromptLayout, Span, is_composable
 from blend_retrieval import Chunk
 
@@ -155,11 +146,7 @@ def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:
     return reused._replace(cited=tuple(cited))
 
 
-def _corpus_of(
-    ids: Ids,
-    corpora: Mapping[str, TokenIndex[Chunk]],
-    free: Flags,
-) -> tuple[str, list[TextRun[Chunk]]]:
+def _corpus_of(ids: Ids, corpora: Mapping[str, TokenIndex[Chunk]], free: Flags) -> tuple[str, list[TextRun[Chunk]]]:
     """The corpus of which the prompt holds most tokens, and its runs. Text of the others is no longer free."""
     runs = dict[str, list[TextRun[Chunk]]]()
     for name, index in corpora.items():
@@ -220,12 +207,7 @@ def _found(ids: Ids, run: FoundRun, documents: Sequence[PlacedPassage]) -> Place
     return PlacedPassage(run.start, run.stop, _cited(place, run.start, run.name, documents))
 
 
-def _cited(
-    place: Place,
-    start: int,
-    name: Chunk | bytes | None,
-    documents: Sequence[PlacedPassage],
-) -> Cited:
+def _cited(place: Place, start: int, name: Chunk | bytes | None, documents: Sequence[PlacedPassage]) -> Cited:
     """The source of a passage: the document that it is in, the chunk `name`, or a text that is or was learned."""
     around = (document.cited for document in documents if document.start <= start < document.stop)
     within = next(around, None)
@@ -234,15 +216,7 @@ def _cited(
         return within._replace(place=place, text=text, brought=not isinstance(name, Chunk))
     if isinstance(name, Chunk):
         return Cited(place, "pasted", name.id, name.document_id, name.title, text)
-    return Cited(
-        place,
-        "learned",
-        "",
-        "",
-        "",
-        "",
-        brought=True,
-    )
+    return Cited(place, "learned", "", "", "", "", brought=True)
 
 
 def _zones(free: Flags, documents: Sequence[PlacedPassage], *, learning: bool) -> Offsets:
@@ -260,12 +234,7 @@ def _cut(piece: Span, begins: Iterable[int]) -> Iterator[Span]:
     yield from map(Span, (piece.start, *inside), (*inside, piece.stop))
 
 
-def _new(
-    ids: Ids,
-    zones: Offsets,
-    documents: Sequence[PlacedPassage],
-    pieces: Iterable[Span],
-) -> list[PlacedPassage]:
+def _new(ids: Ids, zones: Offsets, documents: Sequence[PlacedPassage], pieces: Iterable[Span]) -> list[PlacedPassage]:
     """The pieces to learn."""
     passages = list[PlacedPassage]()
     for piece in pieces:

@@ -117,12 +117,7 @@ class TenantState:
     """
 
     def __init__(
-        self,
-        rag: Rag,
-        learn_budget: int,
-        parent: StoreWatch | None = None,
-        *,
-        learned_by: Path | None = None,
+        self, rag: Rag, learn_budget: int, parent: StoreWatch | None = None, *, learned_by: Path | None = None
     ) -> None:
         self.decoder = rag.decoder
         self.template = rag.template
@@ -186,22 +181,9 @@ class TenantState:
             index = self._index(corpus)
         except (RetrievalError, ValueError, StoreError) as error:
             failure = error
-        return CorpusView(
-            corpus,
-            self._rags.get(corpus, self._rags[""]),
-            index,
-            failure,
-            hidden,
-            self.watch.require,
-        )
+        return CorpusView(corpus, self._rags.get(corpus, self._rags[""]), index, failure, hidden, self.watch.require)
 
-    def texts(
-        self,
-        view: CorpusView,
-        user: str,
-        *,
-        anywhere: bool,
-    ) -> Texts:
+    def texts(self, view: CorpusView, user: str, *, anywhere: bool) -> Texts:
         """The texts that a prompt of this end user may hold: of this corpus, or of any."""
         views = [view]
         if anywhere:
@@ -220,11 +202,7 @@ class TenantState:
             self._token_index(self.view(name))
 
     def learn(
-        self,
-        library: ChunkLibrary,
-        texts: Collection[Tokens],
-        user: str = "",
-        session: str = "",
+        self, library: ChunkLibrary, texts: Collection[Tokens], user: str = "", session: str = ""
     ) -> Collection[Tokens]:
         """Learn the texts that a user's prompt brought; see `LearnedCaches.admitted`. An outage is logged, once.
 

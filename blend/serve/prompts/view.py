@@ -75,12 +75,7 @@ class CorpusView:
         chunks = self._index.chunks if self._index is not None else ()
         return [chunk for chunk in chunks if not self._hides(chunk.document_id)] if self.hidden else chunks
 
-    def passages(
-        self,
-        request: Request,
-        longest: int | None,
-        require: Require,
-    ) -> list[Cited]:
+    def passages(self, request: Request, longest: int | None, require: Require) -> list[Cited]:
         """The documents that a question brings or names, and what it has retrieved. longest: prompt, in tokens."""
         passages = list[Cited]()
         for number, document in enumerate(request.documents, 1):
@@ -111,12 +106,7 @@ class CorpusView:
         rag = self._rag
         retriever = Retriever(self._index, rag.embedder, rag.corpus_config.min_score, rag.reranker)
         skip = self._hides if self.hidden else None
-        hits = retriever.search(
-            questions[-1],
-            top_k,
-            skip,
-            before=questions[:-1],
-        )
+        hits = retriever.search(questions[-1], top_k, skip, before=questions[:-1])
         if not hits and not self.chunks:
             raise PromptError("the corpus holds no chunks; add documents first")
         return [self._cited(hit.chunk, "retrieved", hit.score) for hit in hits]
@@ -138,19 +128,6 @@ class CorpusView:
     def _hides(self, document: str) -> bool:
         return any(part_of(document, upload) for upload in self.hidden)
 
-    def _cited(
-        self,
-        chunk: Chunk,
-        kind: SourceKind,
-        score: float | None = None,
-    ) -> Cited:
+    def _cited(self, chunk: Chunk, kind: SourceKind, score: float | None = None) -> Cited:
         place = Place(self._rag.template.chunk_ids(chunk))
-        return Cited(
-            place,
-            kind,
-            chunk.id,
-            chunk.document_id,
-            chunk.title,
-            chunk.text,
-            score,
-        )
+        return Cited(place, kind, chunk.id, chunk.document_id, chunk.title, chunk.text, score)

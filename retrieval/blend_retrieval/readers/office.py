@@ -26,11 +26,7 @@ def read_docx(data: bytes, title: str) -> Parts:
 
     opened_zip(data).close()
     no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
-    result = mammoth.convert_to_html(
-        io.BytesIO(data),
-        convert_image=no_pictures,
-        style_map=_STYLES,
-    )
+    result = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_pictures, style_map=_STYLES)
     heading, markdown = html_to_markdown(result.value)
     messages = [message.message for message in result.messages]
     ignored = [text.removeprefix(_IGNORED) for text in messages if text.startswith(_IGNORED)]
@@ -142,11 +138,7 @@ def read_xlsx(data: bytes, title: str) -> Parts:
     return [workbook, *faults]
 
 
-def _sheet_rows(
-    values: Workbook,
-    formulas: Workbook,
-    name: str,
-) -> Iterator[list[str]]:
+def _sheet_rows(values: Workbook, formulas: Workbook, name: str) -> Iterator[list[str]]:
     """The rows of a sheet; a formula without a stored value is shown itself."""
     rows = []
     for workbook in (values, formulas):

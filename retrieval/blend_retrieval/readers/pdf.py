@@ -201,10 +201,4 @@ def _piece(stretch: Sequence[_Glyph]) -> Piece:
             signs.append("^")  # a power
         signs.append(glyph.sign)
     _, _, lefts, bottoms, rights, tops = zip(*stretch, strict=True)
-    return Piece(
-        text="".join(signs).strip(),
-        left=min(lefts),
-        bottom=min(bottoms),
-        right=max(rights),
-        top=max(tops),
-    )
+    return Piece(text="".join(signs).strip(), left=min(lefts), bottom=min(bottoms), right=max(rights), top=max(tops))

@@ -182,12 +182,7 @@ def _distance(rows: list[Row], place: int) -> float:
     return (bottom - first.top) / (first.height or 1)
 
 
-def _continues(
-    rows: list[Row],
-    start: int,
-    place: int,
-    gutters: list[Span],
-) -> bool:
+def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> bool:
     """Whether a row goes on with one column of the block above it, without a space between."""
     piece = rows[place][0]
     column = _column(piece, gutters)
