@@ -23,7 +23,8 @@ from blend.serve.limits import BODY_BUDGET
 
 if TYPE_CHECKING:
     from blend.serve.events import Audit
-    from blend.serve.http.requests import ApiKeys, AppState
+    from blend.serve.http.keys import ApiKeys
+    from blend.serve.http.state import AppState
     from blend.serve.http.tracing import Tracing
     from blend.serve.service import Service
 
@@ -86,7 +87,7 @@ def _require_extra() -> None:
 
 def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
     """Who may ask. Notes when others can read the file of keys."""
-    from blend.serve.http.requests import ApiKeys, read_keys
+    from blend.serve.http.keys import ApiKeys, read_keys
 
     with warnings_as_notes():
         return ApiKeys([*((key, "") for key in keys), *(read_keys(file) if file is not None else ())])
@@ -105,7 +106,7 @@ def serve(values: dict[str, Any], tenants: ApiKeys) -> None:
     """Serve until a signal. Raises errors of listening and loading."""
     from blend.serve.http.app import make_app
     from blend.serve.http.connections import raise_descriptor_limit
-    from blend.serve.http.requests import log_to_stderr
+    from blend.serve.http.request_log import log_to_stderr
     from blend.serve.http.server import Server, listen, url_of
     from blend.serve.limits import RequestLimits
     from blend.serve.metrics import Metrics

@@ -21,7 +21,7 @@ from blend.config import BlendConfig
 from blend.prefill.blender import Blender
 from blend.serve.documents.documents import Documents
 from blend.serve.engine.scheduler import EmbeddedEngine
-from blend.serve.http.requests import ApiKeys
+from blend.serve.http.keys import ApiKeys
 from blend.serve.service import Service
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model

@@ -15,7 +15,8 @@ import openai
 
 from blend.rag import Rag
 from blend.serve.http.app import make_app
-from blend.serve.http.requests import ApiKeys, JsonLines
+from blend.serve.http.keys import ApiKeys
+from blend.serve.http.request_log import JsonLines
 from blend.serve.http.server import Server, listen, url_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics

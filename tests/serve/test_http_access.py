@@ -17,7 +17,7 @@ from blend.errors import ConfigError
 from blend.limits import origin_of
 from blend.serve.events import EngineStats
 from blend.serve.failures import LOG
-from blend.serve.http.requests import ApiKeys, read_keys
+from blend.serve.http.keys import ApiKeys, read_keys
 from blend.serve.metrics import Metrics, StoreFigures
 from blend.store import MemoryStats
 from blend.store.backend import TierHits

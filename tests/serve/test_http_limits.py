@@ -26,7 +26,8 @@ from served import CHAT, USER, Served, refusal
 
 from blend.prompt import PromptTemplate
 from blend.serve.http.connections import most_connections, raise_descriptor_limit
-from blend.serve.http.requests import ApiKeys, OncePerMinute
+from blend.serve.http.keys import ApiKeys
+from blend.serve.http.request_log import OncePerMinute
 from blend.serve.prompts.chat_template import ChatTemplate, Turn
 from tests.towns import document
 

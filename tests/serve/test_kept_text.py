@@ -11,7 +11,7 @@ import pytest
 from rooms import serving, settled
 from served import CHAT, Served, listening
 
-from blend.serve.http.requests import ApiKeys
+from blend.serve.http.keys import ApiKeys
 from tests.tiny_model import save_tiny_model
 from tests.towns import documents
 

@@ -10,8 +10,8 @@ import pytest
 from served import Served
 from tool_rooms import ASKED, CITY, FAMILIES, chat_text
 
+from blend.serve.http.keys import ApiKeys
 from blend.serve.http.messages import MessagesBody
-from blend.serve.http.requests import ApiKeys
 
 QUESTION = "The weather in Paris?"
 WEATHER: Any = {"name": "weather", "description": "The weather.", "input_schema": CITY}

@@ -13,7 +13,7 @@ from rooms import QUESTION, settled
 from served import CHAT, Served, logged
 
 from blend.prompt import render_chunk
-from blend.serve.http.requests import ApiKeys
+from blend.serve.http.keys import ApiKeys
 from tests.towns import TOPICS, document
 
 

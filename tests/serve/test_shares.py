@@ -15,7 +15,7 @@ from blend.serve.audit import Auditor
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.events import Figures, Finished, OnEvent, Output, QueueFullError, Started, Token
 from blend.serve.http.app import make_app
-from blend.serve.http.requests import ApiKeys
+from blend.serve.http.keys import ApiKeys
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 from blend.serve.prompt import Prompt

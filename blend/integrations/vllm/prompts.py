@@ -18,7 +18,7 @@ from blend.integrations.vllm.contract import BOOK, LayoutTicket, Options, Signer
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.http.bodies import END_USER, CompletionBody, read_body
 from blend.serve.http.chat import ChatBody
-from blend.serve.http.questions import CORPUS, ModelNames, requests_of
+from blend.serve.http.to_requests import CORPUS, ModelNames, requests_of
 from blend.serve.limits import RequestLimits
 from blend.serve.request import Request
 

@@ -12,8 +12,8 @@ from blend.errors import StoreError
 from blend.model.passes import RowRequest
 from blend.serve.engine.comparison import RowComparison
 from blend.serve.engine.decoding import Decoding
-from blend.serve.engine.prefill import PromptPrefill
 from blend.serve.engine.prefixes import Conversation
+from blend.serve.engine.prompt_prefill import PromptPrefill
 from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.events import EndReason, Event, Failed, Finished, OnEvent
 from blend.serve.prompt import Prompt

@@ -17,8 +17,10 @@ from starlette.staticfiles import StaticFiles
 
 from blend.serve.http import completions, documents, embeddings, messages, responses
 from blend.serve.http.errors import Json, json_response, refuse
-from blend.serve.http.questions import ModelNames, unknown_model
-from blend.serve.http.requests import ApiKeys, AppState, RequestLog, admitted, require_operator, state_of
+from blend.serve.http.keys import ApiKeys
+from blend.serve.http.request_log import RequestLog
+from blend.serve.http.state import AppState, admitted, require_operator, state_of
+from blend.serve.http.to_requests import ModelNames, unknown_model
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import CONTENT_TYPE, Metrics, StoreFigures
 

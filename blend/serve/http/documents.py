@@ -18,8 +18,8 @@ from blend.limits import shown
 from blend.serve.documents.uploads import DocumentStatus, UploadedFile, file_of
 from blend.serve.http.bodies import UploadBody, read_body, session_name
 from blend.serve.http.errors import Json, json_response, refuse
-from blend.serve.http.questions import digest_of_user
-from blend.serve.http.requests import AppState, admitted, client_of, state_of
+from blend.serve.http.state import AppState, admitted, client_of, state_of
+from blend.serve.http.to_requests import digest_of_user
 from blend.serve.request import GivenDocument
 from blend.serve.turns import Slices
 

@@ -12,8 +12,9 @@ from starlette.responses import Response
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import EmbeddingBody, read_body
 from blend.serve.http.errors import Json, ended_early, json_response, refuse, unavailable
-from blend.serve.http.questions import ModelNames, unknown_model
-from blend.serve.http.requests import AppState, admitted, client_of, disconnected, entry_of, state_of
+from blend.serve.http.state import AppState, admitted, client_of, disconnected, state_of
+from blend.serve.http.to_requests import ModelNames, unknown_model
+from blend.serve.http.tracing import entry_of
 from blend.serve.turns import Slices
 from blend_retrieval.errors import EmbeddingError
 

@@ -27,10 +27,10 @@ from blend.serve.http.chat import (
     only_tools,
     tools_of,
 )
-from blend.serve.http.completions import Reply, answer, check_of, figures_of
 from blend.serve.http.errors import ApiError, Json, json_response, missing, wrong
-from blend.serve.http.questions import ModelNames, requests_of
-from blend.serve.http.requests import AppState, admitted, client_of, state_of
+from blend.serve.http.replies import Reply, answer, check_of, figures_of
+from blend.serve.http.state import AppState, admitted, client_of, state_of
+from blend.serve.http.to_requests import ModelNames, requests_of
 from blend.serve.prompts.build import build_prompt
 from blend.serve.request import Function, Mark, Message, ToolCall
 from blend.serve.turns import Slices

@@ -29,8 +29,8 @@ from blend.serve.http.chat import (
     schema_of,
     tools_of,
 )
-from blend.serve.http.completions import Reply, answer, check_of, figures_of, logprobs_of
 from blend.serve.http.errors import ApiError, Json, missing, refuse
+from blend.serve.http.replies import Reply, answer, check_of, figures_of, logprobs_of
 from blend.serve.request import FieldError, Message, ToolCall
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 
 from blend.errors import ConfigError
 from blend.serve.http.connections import ACCEPTED_AT_ONCE, HttpConnection
-from blend.serve.http.requests import AppState
+from blend.serve.http.state import AppState
 
 _BACKLOG = 512
 _LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers

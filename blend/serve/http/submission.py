@@ -19,8 +19,9 @@ from blend.serve.events import Event, Failed, Finished, OnEvent, Output, QueueFu
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import CommonBody, read_body
 from blend.serve.http.errors import ApiError, ended_early, failure_of
-from blend.serve.http.questions import CORPUS_CODES, ModelNames, requests_of
-from blend.serve.http.requests import admitted, client_of, disconnected, entry_of, state_of
+from blend.serve.http.state import admitted, client_of, disconnected, state_of
+from blend.serve.http.to_requests import CORPUS_CODES, ModelNames, requests_of
+from blend.serve.http.tracing import entry_of
 from blend.serve.prompt import Prompt
 from blend.serve.turns import Slices
 

@@ -17,6 +17,7 @@ from blend.serve.events import Figures
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
     from opentelemetry.util.types import AttributeValue
+    from starlette.requests import Request
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _PARTS = ("receive", "queue", "load", "prefill", "decode")
@@ -129,3 +130,10 @@ class Tracing:
     def close(self) -> None:
         """Export the remaining spans."""
         self._provider.shutdown()
+
+
+def entry_of(request: Request) -> LogEntry:
+    """The log entry of a request."""
+    entry = request.scope["kvblend.entry"]
+    assert isinstance(entry, LogEntry)
+    return entry
