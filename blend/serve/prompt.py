@@ -55,10 +55,10 @@ class Cited(NamedTuple):
 
     place: Place
     kind: SourceKind
-    id: str
-    document: str
-    title: str
-    text: str
+    id: str = ""
+    document: str = ""
+    title: str = ""
+    text: str = ""
     score: float | None = None
     brought: bool = False
 

@@ -24,8 +24,7 @@ from blend.serve.limits import LEARN_BUDGET
 from blend.serve.outputs.processor import OutputProcessor
 from blend.serve.promises import Promises
 from blend.serve.prompt import Prompt
-from blend.serve.prompts.build import build_prompt
-from blend.serve.prompts.complete import Rules, completed
+from blend.serve.prompts.build import Rules, build_prompt, completed
 from blend.serve.prompts.corrector import LearnedTextCorrector
 from blend.serve.prompts.learned import Forgotten
 from blend.serve.prompts.tenant import TenantState, begun_corpora, kept_corpora, tenant_root

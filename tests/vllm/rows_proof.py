@@ -160,7 +160,7 @@ def test_a_quality_is_kept_by_the_same_rows(corrected: Proof, ratio: float, monk
     config = proof.configured(correction=True)
     mine, theirs = FixedRatio(ratio), FixedRatio(ratio)
     monkeypatch.setattr(proof.blender, "estimators", mine)
-    proof.rows.filler().estimators = theirs
+    proof.rows.blender().estimators = theirs
     one = proof.blender.prefill(layout, config=replace(config, quality=0.05))
     two = blended(proof.rows, layout, quality=0.05)
     assert one.quality == two.quality is not None
@@ -175,8 +175,8 @@ def test_a_quality_is_kept_by_the_same_rows(corrected: Proof, ratio: float, monk
 def test_chunk_caches_are_those_of_the_encoder(corrected: Proof, kind: CacheKind) -> None:
     layout = corrected.layouts[-1]
     mine, theirs = (
-        dict(filler.library(layout.prefix).encoder(kind).encode(layout.chunks))
-        for filler in (corrected.blender, corrected.rows.filler())
+        dict(blender.library(layout.prefix).encoder(kind).encode(layout.chunks))
+        for blender in (corrected.blender, corrected.rows.blender())
     )
     for number, cache in mine.items():
         pairs = zip((*theirs[number].keys, *theirs[number].values), (*cache.keys, *cache.values), strict=True)

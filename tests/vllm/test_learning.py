@@ -51,16 +51,16 @@ class Bench:
 
     def __init__(self, decoder: Decoder, folder: Path, budget: int = 10**9) -> None:
         self.folder, self.store = folder, open_store(folder / "kv")
-        self.rows, self.filler = Rows(decoder), Blender(decoder, self.store, BlendConfig())
+        self.rows, self.blender = Rows(decoder), Blender(decoder, self.store, BlendConfig())
         learned = LearnedCaches(folder / BOOK, budget) if budget else None
         self.background = BackgroundEncoder(cast(Any, self.rows), learned)
-        self.library = self.filler.library(PREFIX)
+        self.library = self.blender.library(PREFIX)
 
     def remember(self, *chunks: Tokens, brought: tuple[int, ...] = ()) -> None:
         """A prompt of these was answered."""
         corpus = [one for place, one in enumerate(chunks) if place not in brought]
         layout = marked(PromptLayout.of_chunks(PREFIX, chunks, SUFFIX), new=brought)
-        self.background.remember(self.filler, LayoutTicket(layout), self.library.missing(corpus))
+        self.background.remember(self.blender, LayoutTicket(layout), self.library.missing(corpus))
 
     def drain(self, turn: int = 1) -> list[int]:
         """Compute what is missing; how many pieces each step had."""

@@ -64,7 +64,7 @@ class LoadQueue:
     def step(self, step: StepNews) -> None:
         """Run a pass of a prompt, or, without one, some of what prompts missed in the store.
 
-        None where a prompt gets its first token: it would come behind the pass.
+        No pass runs in a step in which a prompt gets its first token (`step.rests`): the token would come behind the pass.
         """
         self.outcomes = {}
         self.failed_blocks = set()
@@ -145,20 +145,20 @@ class RowBlender:
         self.decoder = decoder
         self.store = store
         self.config = config
-        self._fillers: dict[tuple[str, bool], Blender] = {}
+        self._blenders: dict[tuple[str, bool], Blender] = {}
         self.background = BackgroundEncoder(decoder, learned)
 
-    def filler(self, corpus: str = "", *, learns: bool = False) -> Blender:
+    def blender(self, corpus: str = "", *, learns: bool = False) -> Blender:
         """With the surrogate context and the KV corrections of this corpus.
 
         learns: another one, for the background of the first worker. So what the others know of prefixes is the same in all.
         """
         name = (corpus, learns)
-        if name not in self._fillers:
-            self._fillers[name] = Blender(
+        if name not in self._blenders:
+            self._blenders[name] = Blender(
                 self.decoder, self.store, self.config, corpus=corpus, uncorrected_ratio=LEAST_RATIO_UNCORRECTED
             )
-        return self._fillers[name]
+        return self._blenders[name]
 
     def blending(self, load: Load) -> Passes[Blend]:
         """Write the KV of a prompt's rows in every layer, pass by pass. The logits are empty: vLLM runs the last row.
@@ -173,7 +173,7 @@ class RowBlender:
         """
         ticket = load.ticket
         config = self.config if ticket.quality is None else replace(self.config, quality=ticket.quality)
-        steps = self.filler(ticket.corpus).steps(
+        steps = self.blender(ticket.corpus).steps(
             ticket.layout,
             config=config,
             room=0,
@@ -184,12 +184,12 @@ class RowBlender:
         try:
             blend = yield from self._passes_of(steps)
         except NothingStoredError as error:
-            self.background.remember(self.filler(ticket.corpus, learns=True), ticket, error.missing)
+            self.background.remember(self.blender(ticket.corpus, learns=True), ticket, error.missing)
             raise
         self.decoder.settle(blend.cache)
         for line in (*blend.problems, *blend.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(self.filler(ticket.corpus, learns=True), ticket, blend.missing)
+        self.background.remember(self.blender(ticket.corpus, learns=True), ticket, blend.missing)
         return blend
 
     def _passes_of(self, steps: Steps[Blend]) -> Passes[Blend]:
@@ -236,13 +236,13 @@ class BackgroundEncoder:
         """How many caches are left, so far known."""
         return len(self._encodings)
 
-    def remember(self, filler: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
+    def remember(self, blender: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
         """A prompt was blended, and the store lacked these caches.
 
         Its user's texts count as used even if nothing is missing.
         """
         if self._decoder.is_first:
-            self._encodings.remember(lambda: self._allowed(filler, ticket, missing))
+            self._encodings.remember(lambda: self._allowed(blender, ticket, missing))
 
     def run(self, turn: int) -> None:
         """A step of the engine: run a piece, if it is time for one. turn: as of `StepNews`."""
@@ -276,11 +276,11 @@ class BackgroundEncoder:
         self._thread.close()
 
     def _allowed(
-        self, filler: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]
+        self, blender: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]
     ) -> tuple[ChunkLibrary, Sequence[CacheKey]]:
         """The missing caches that may be stored, and those of new texts. In the store's thread."""
         layout = ticket.layout
-        library = filler.library(layout.kept_behind)
+        library = blender.library(layout.kept_behind)
         corpus = {place.whole for place in layout.places if place.origin is PlaceOrigin.CORPUS}
         brought = {place.whole for place in layout.places if place.is_brought} - corpus
         learned = set[Tokens]()

@@ -11,8 +11,8 @@ import itertools
 import threading
 import time
 import traceback
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Listed
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -207,7 +207,7 @@ class EmbeddedEngine:
         """Whether its thread runs and no fault has ended its work."""
         return not self._failed and self._thread.is_alive()
 
-    def encode(self, library: ChunkLibrary, variants: Listed[CacheKey], on_done: OnDone) -> None:
+    def encode(self, library: ChunkLibrary, variants: abc.Sequence[CacheKey], on_done: OnDone) -> None:
         """Compute and store these caches in small pieces, between the passes of answers."""
         with self._changed:
             self._require_open()
@@ -265,7 +265,7 @@ class EmbeddedEngine:
         self._release_ended()
         return True
 
-    def step(self, sequences: Listed[Sequence]) -> bool:
+    def step(self, sequences: abc.Sequence[Sequence]) -> bool:
         """Run one pass of these, in the engine's thread; False if everything waits for the store."""
         for sequence in sequences:
             if reason := sequence.end_reason:
@@ -442,7 +442,7 @@ class BatchItem(Protocol):
         """Its rows cannot be run."""
 
 
-def run_pass(decoder: Decoder, items: Listed[BatchItem]) -> None:
+def run_pass(decoder: Decoder, items: abc.Sequence[BatchItem]) -> None:
     """Run one pass. If it fails, answers and caches run alone and a prefill begins anew, so that only the faulty one fails."""
     requests = [item.next_rows() for item in items]
     try:

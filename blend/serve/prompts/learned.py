@@ -40,14 +40,6 @@ CREATE TABLE IF NOT EXISTS pins (
     user TEXT, name BLOB, session TEXT, until REAL, nbytes INTEGER, PRIMARY KEY (user, name, session)
 );
 """
-# Files of kvblend before 2026-11-28 list a piece's caches as JSON.
-_IS_OLD = "SELECT 1 FROM sqlite_master WHERE name = 'texts'"
-_CONVERT = (
-    "INSERT OR IGNORE INTO pieces SELECT user, name, tokens, used, 0 FROM texts",
-    "INSERT OR IGNORE INTO caches SELECT user, name, json_extract(value, '$[0]'), json_extract(value, '$[1]'), "
-    "json_extract(value, '$[2]') FROM texts, json_each(caches)",
-    "DROP TABLE texts",
-)
 # Pieces with the bytes of their caches, those that leave first in front.
 _BY_WORTH = """
 SELECT user, name, coalesce(sum(nbytes), 0), EXISTS (
@@ -401,9 +393,6 @@ class LearnedCaches(LearnedTexts):
                 file.execute("PRAGMA synchronous = OFF")  # text that a crash of the machine loses is learned again
                 file.executescript(_TABLES)
                 file.execute("BEGIN IMMEDIATE")
-                if file.execute(_IS_OLD).fetchone():
-                    for statement in _CONVERT:
-                        file.execute(statement)
                 yield file
                 stray = "(user, name) NOT IN (SELECT user, name FROM pieces)"
                 file.execute(f"DELETE FROM pins WHERE until <= ? AND {stray}", (self._clock(),))

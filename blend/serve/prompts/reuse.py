@@ -82,59 +82,110 @@ class Reuse(NamedTuple):
     history: Callable[[], int] = nothing_before
 
 
-def reuse(layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> Reuse:
-    """Find reusable text in a prompt.
+class PromptSearch:
+    """Looks for known text in one prompt. `reuse` runs the steps; each returns what it finds and the text that is left.
 
-    cited: the sources of the places that it has. Documents that the request brought are searched; other places stay. Of
-    several corpora it takes the one of which the prompt holds most tokens. Text of the others is ordinary text and is not
-    learned, because it would outlive their documents.
+    Args:
+        layout: the prompt, with the places that it has.
+        cited: the sources of these places. Documents that the request brought are searched; other places stay.
+        texts: what may be found.
+
     """
-    ids = np.array(layout.token_ids, dtype=np.int32)
-    existing = list(_places(layout, cited))
-    documents = [passage for passage in existing if passage.cited.brought]
-    places = [passage for passage in existing if not passage.cited.brought]
-    context_end = layout.context.stop if layout.chunks else 1
-    begin = max(context_end, layout.rows - QUESTION)  # of the question's last tokens
-    free = np.ones(layout.rows, np.bool_)
-    free[: max(1, layout.shared_prefix_rows)] = False
-    free[begin:] = False
-    for passage in places:
-        free[passage.rows] = False
-    searched = free.copy()
-    corpus, corpus_runs = _corpus_of(ids, texts.corpora, free)
-    foreign = searched & ~free  # text of other corpora
-    learned = _worth(texts.learned.runs(ids)) if texts.learned is not None else []
-    usable = [run for run in learned if _usable(run, ids, texts)]
-    runs: list[FoundRun] = [*corpus_runs, *usable]
-    for run in longest_first(runs, free):
-        if _usable(run, ids, texts):
-            places.append(_found(ids, run, documents))
-        else:
-            free[run.rows] = True  # new text, to be learned as it is
-    # Text that recurs behind other text becomes a piece of its own, which the next prompt can use.
-    begins = {run.start for run in longest_first(learned, free.copy())}
-    talk = TALK_BESIDE if existing else TALK
-    learning = texts.learned is not None and int(np.count_nonzero(free)) > talk
-    zones = _zones(free, documents, learning=learning)
-    pieces = texts.cutter.pieces(ids, begin) if zones.any() else ()
-    cut_pieces = [part for piece in pieces for part in _cut(piece, begins)]
-    new = _new(ids, zones, documents, cut_pieces)
-    # The text in front of the question's last tokens is no place: selectors judge by all of the question.
-    before_question = (passage for passage in new if passage.stop == begin and zones[passage.start] == 1)
-    question = next(before_question, None)
-    places += [passage for passage in new if passage is not question]
-    starts = {passage.start for passage in places}
-    for document in documents:
-        if starts.isdisjoint(range(document.start, document.stop)):  # too short for a piece
-            places.append(_as_new(document, texts.learned))
-    places.sort()
-    sources = tuple(passage.cited for passage in places)
-    question_span = question and Span(question.start, question.stop)
-    laid_out = _laid_out(layout, places)
-    past = texts.past if texts.learned is not None else None
-    computed = ComputedText(ids, laid_out, learned, texts.cutter.control, past)
-    parts = computed.parts(searched, foreign, question_span)
-    return Reuse(laid_out, sources, corpus, question_span, tuple(parts))
+
+    def __init__(self, layout: PromptLayout, cited: Sequence[Cited], texts: Texts) -> None:
+        existing = list(_places(layout, cited))
+        self._layout = layout
+        self._texts = texts
+        self._ids = np.array(layout.token_ids, dtype=np.int32)
+        self._documents = [passage for passage in existing if passage.cited.brought]
+        self._fixed = [passage for passage in existing if not passage.cited.brought]
+        self._talk = TALK_BESIDE if existing else TALK
+        context_end = layout.context.stop if layout.chunks else 1
+        self._end = max(context_end, layout.rows - QUESTION)  # behind it stand the question's last tokens
+
+    def reuse(self) -> Reuse:
+        """The prompt with all reusable text as its places."""
+        searched = self._searched()
+        corpus, corpus_runs, foreign = self._of_one_corpus(searched)
+        learned_runs = self._of_learned_text()
+        usable = [run for run in learned_runs if _usable(run, self._ids, self._texts)]
+        stored, free = self._stored(searched & ~foreign, [*corpus_runs, *usable])
+        new, question = self._new(free, learned_runs)
+        places = sorted([*self._fixed, *stored, *new, *self._too_short([*self._fixed, *stored, *new])])
+        laid_out = _laid_out(self._layout, places)
+        past = self._texts.past if self._texts.learned is not None else None
+        computed = ComputedText(self._ids, laid_out, learned_runs, self._texts.cutter.control, past)
+        parts = tuple(computed.parts(searched, foreign, question))
+        return Reuse(laid_out, tuple(passage.cited for passage in places), corpus, question, parts)
+
+    def _searched(self) -> Flags:
+        """The tokens that are searched, `[tokens]`: neither the beginning, nor places that stay, nor the question's end."""
+        searched = np.ones(self._layout.rows, np.bool_)
+        searched[: max(1, self._layout.shared_prefix_rows)] = False
+        searched[self._end :] = False
+        for passage in self._fixed:
+            searched[passage.rows] = False
+        return searched
+
+    def _of_one_corpus(self, searched: Flags) -> tuple[str, list[TextRun[Chunk]], Flags]:
+        """The corpus of which the prompt holds most tokens, its runs, and the tokens that only other corpora have.
+
+        Those are ordinary text and not learned, because what is learned would outlive their documents.
+        """
+        runs = {
+            name: longest_first(_worth(index.runs(self._ids)), searched.copy())
+            for name, index in self._texts.corpora.items()
+        }
+        corpus = max(runs, key=lambda name: sum(run.length for run in runs[name]))
+        foreign = np.zeros_like(searched)
+        for run in chain.from_iterable(runs.values()):
+            foreign[run.rows] = True
+        for run in runs[corpus]:
+            foreign[run.rows] = False
+        return corpus, runs[corpus], foreign
+
+    def _of_learned_text(self) -> list[TextRun[bytes]]:
+        """Runs of learned text, whether they can be used or not."""
+        learned = self._texts.learned
+        return _worth(learned.runs(self._ids)) if learned is not None else []
+
+    def _stored(self, free: Flags, runs: Sequence[FoundRun]) -> tuple[list[PlacedPassage], Flags]:
+        """The runs that become places, longest first, and the tokens that are free then."""
+        free = free.copy()
+        passages = list[PlacedPassage]()
+        for run in longest_first(runs, free):
+            if _usable(run, self._ids, self._texts):
+                passages.append(_found(self._ids, run, self._documents))
+            else:
+                free[run.rows] = True  # new text, to be learned as it is
+        return passages, free
+
+    def _new(self, free: Flags, learned_runs: Sequence[TextRun[bytes]]) -> tuple[list[PlacedPassage], Span | None]:
+        """The pieces of free text to learn, and the one in front of the question's last tokens.
+
+        That one is no place: selectors judge by all of the question.
+        """
+        # Text that recurs behind other text becomes a piece of its own, which the next prompt can use.
+        begins = {run.start for run in longest_first(learned_runs, free.copy())}
+        learning = self._texts.learned is not None and int(np.count_nonzero(free)) > self._talk
+        zones = _zones(free, self._documents, learning=learning)
+        pieces = self._texts.cutter.pieces(self._ids, self._end) if zones.any() else ()
+        cut_pieces = [part for piece in pieces for part in _cut(piece, begins)]
+        new = _new(self._ids, zones, self._documents, cut_pieces)
+        before_question = [passage for passage in new if passage.stop == self._end and zones[passage.start] == 1]
+        if not before_question:
+            return new, None
+        question = before_question[0]
+        return [passage for passage in new if passage is not question], Span(question.start, question.stop)
+
+    def _too_short(self, places: Sequence[PlacedPassage]) -> list[PlacedPassage]:
+        """Brought documents in which no place begins: they are too short for a piece, and places as they are."""
+        starts = {passage.start for passage in places}
+        return [
+            _as_new(document, self._texts.learned)
+            for document in self._documents
+            if starts.isdisjoint(range(document.start, document.stop))
+        ]
 
 
 def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:
@@ -144,19 +195,6 @@ def with_texts(reused: Reuse, tokenizer: Any) -> Reuse:
         text = passage.text or tokenizer.decode(passage.place.tokens, skip_special_tokens=True)
         cited.append(passage._replace(text=text))
     return reused._replace(cited=tuple(cited))
-
-
-def _corpus_of(ids: Ids, corpora: Mapping[str, TokenIndex[Chunk]], free: Flags) -> tuple[str, list[TextRun[Chunk]]]:
-    """The corpus of which the prompt holds most tokens, and its runs. Text of the others is no longer free."""
-    runs = dict[str, list[TextRun[Chunk]]]()
-    for name, index in corpora.items():
-        runs[name] = longest_first(_worth(index.runs(ids)), free.copy())
-    corpus = max(runs, key=lambda name: sum(run.length for run in runs[name]))
-    for run in chain.from_iterable(runs.values()):
-        free[run.rows] = False
-    for run in runs[corpus]:
-        free[run.rows] = True
-    return corpus, runs[corpus]
 
 
 def _as_new(passage: PlacedPassage, learned: TokenIndex[bytes] | None) -> PlacedPassage:
@@ -216,7 +254,7 @@ def _cited(place: Place, start: int, name: Chunk | bytes | None, documents: Sequ
         return within._replace(place=place, text=text, brought=not isinstance(name, Chunk))
     if isinstance(name, Chunk):
         return Cited(place, "pasted", name.id, name.document_id, name.title, text)
-    return Cited(place, "learned", "", "", "", "", brought=True)
+    return Cited(place, "learned", brought=True)
 
 
 def _zones(free: Flags, documents: Sequence[PlacedPassage], *, learning: bool) -> Offsets:

@@ -123,7 +123,8 @@ class CorpusView:
         """A document that a question brings, in one piece."""
         text = TitledText(clean_title(document.title), _BLANK_LINES.sub("\n\n", clean(document.text)))
         place = Place(self._rag.template.chunk_ids(text))
-        return Cited(place, "document", "", document.id or f"document {number}", *text, brought=True)
+        name = document.id or f"document {number}"
+        return Cited(place, "document", document=name, title=text.title, text=text.text, brought=True)
 
     def _hides(self, document: str) -> bool:
         return any(part_of(document, upload) for upload in self.hidden)
