@@ -12,8 +12,8 @@ import torch
 from places import REPOSITORY
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from blend.model.host_copy import HostCopy
 from blend.prefill.prefill import Prefill
+from blend.serve.engine.decoding import HostCopy
 
 READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 ALLOWED: tuple[CodeType, ...] = (Prefill.read_result.__code__, HostCopy.read.__code__)

@@ -16,8 +16,8 @@ from engines import Answer, Held, MakeEngine, ask, layouts, passes_of
 from host_reads import refused_reads
 from models import decoder
 
-from blend.model.host_copy import HostCopy
 from blend.sampling import Sampling
+from blend.serve.engine.decoding import HostCopy
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import EndReason, Finished, Started
 from blend.serve.prompt import Prompt

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from blend.model.cache import Run
 from blend.model.generate import LEAST_TEMPERATURE, end_tokens, logits_processors
-from blend.model.host_copy import HostCopy
 from blend.model.passes import RowRequest
 from blend.serve.events import Output, Token, TopToken
 from blend.serve.prompt import Prompt
@@ -21,6 +21,35 @@ if TYPE_CHECKING:
     from blend.serve.events import EndReason, OnEvent
 
 MOST_DRAFTED = 64  # tokens of a draft in a pass, which the other answers of the pass wait for
+
+
+class HostCopy:
+    """A small tensor's copy in host memory. Making it does not wait for the device; on a CPU it is the tensor itself.
+
+    Args:
+        tensor: integers, which no later work changes.
+
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._numbers = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._numbers.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[int]:
+        """The numbers, in one flat list. Waits until the device has computed them, and for nothing behind them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers.flatten().tolist()
 
 
 class Choice(NamedTuple):
