@@ -6,6 +6,7 @@ import codecs
 import re
 from contextlib import suppress
 from typing import NamedTuple
+from unicodedata import category, name
 
 _BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -21,6 +22,15 @@ _UTF8_LETTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\
 _LEAST_EVIDENCE = 16  # bytes; a word alone may be one of several languages
 _EVIDENCE = 1 << 18  # bytes of lines outside ASCII
 MAX_CONTROL_SHARE, _FEW = 0.01, 4
+_UNMARKED = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
+_NO_TEXT = {"Cc", "Cn", "Co", "Cs"}  # categories of characters: controls, unassigned, private, half a surrogate pair
+_ASCII = re.compile(r"[\t\n\f\r -~]")
+# Blanks; punctuation of East Asia, and kana, which stand between kanji.
+_BETWEEN_WORDS = re.compile(r"[\t\n\r \u3001\u3002\u300c\u300d\u3041-\u30ff\uff01\uff0c\uff1a\uff1f]")
+_EAST_ASIAN = re.compile(r"[\u3000-\u30ff\u4e00-\u9fff\uff01-\uff5e]+")
+_FOREIGN_SHARE = 0.25  # outside ASCII, at most, in Latin letters
+_LEAST_BETWEEN, _BETWEEN_SHARE = 2, 0.02
+_MOST_SCRIPTS = 4  # Japanese has kanji, hiragana, katakana and Latin
 
 
 class DecodingError(ValueError):
@@ -37,17 +47,21 @@ class Decoded(NamedTuple):
 def decode(data: bytes, declared: str = "") -> Decoded:
     """The text of a file: by its byte order mark, its declared encoding, as UTF-8, or in the encoding that is detected.
 
+    UTF-16 and UTF-32 without a mark are read if no other reading makes sense.
+
     declared: the encoding that the file names, or "".
     Raises `DecodingError` for a binary file, and for bytes whose encoding cannot be told for certain.
     """
     mark = marked_encoding(data, "")
     if not mark and b"\0" in data:
-        raise DecodingError("is a binary file, not text")
+        return _unmarked(data)
     for encoding in filter(None, (mark, _superset(declared), "utf-8")):
         with suppress(UnicodeDecodeError, LookupError):
             return Decoded(_checked(data.decode(encoding)))
     if mark:
         raise DecodingError(f"is damaged: it opens as {mark} text, but is none")
+    with suppress(DecodingError):
+        return _unmarked(data)
     encoding = _detected(data)
     text = _checked(data.decode(encoding))
     return Decoded(text, f"is read as {encoding}: it is not UTF-8, and names no other encoding")
@@ -55,18 +69,18 @@ def decode(data: bytes, declared: str = "") -> Decoded:
 
 def marked_encoding(head: bytes, unmarked: str = "utf-8") -> str:
     """The encoding that the byte order mark of a file names, or `unmarked`. head: its first four bytes, or more."""
-    return next((name for bom, name in _BOMS if head.startswith(bom)), unmarked)
+    return next((encoding for bom, encoding in _BOMS if head.startswith(bom)), unmarked)
 
 
 def _superset(declared: str) -> str:
     """The codec for a declared encoding. A file whose declaration can be read is not in UTF-16, whatever it says."""
     try:
-        name = codecs.lookup(declared).name
+        codec = codecs.lookup(declared).name
     except LookupError:
         return ""
-    if name.startswith(("utf-16", "utf-32")):
+    if codec.startswith(("utf-16", "utf-32")):
         return ""
-    return _SUPERSETS.get(name, name)
+    return _SUPERSETS.get(codec, codec)
 
 
 def _checked(text: str) -> str:
@@ -74,6 +88,48 @@ def _checked(text: str) -> str:
     if len(_CONTROL.findall(text)) > most_controls:
         raise DecodingError("is a binary file, not text")
     return text
+
+
+def _unmarked(data: bytes) -> Decoded:
+    """A text in UTF-16 or UTF-32 without a byte order mark. Raises `DecodingError` if it is not unmistakable."""
+    if len(data) >= _LEAST_EVIDENCE:
+        readings = []
+        for encoding in _UNMARKED:
+            with suppress(UnicodeDecodeError):
+                text = data.decode(encoding)
+                if _is_unmistakable(text, data):
+                    readings.append(Decoded(text, f"is read as {encoding}: it has no byte order mark"))
+        if len(readings) == 1:
+            return readings[0]
+    raise DecodingError("is a binary file, not text")
+
+
+def _is_unmistakable(text: str, data: bytes) -> bool:
+    """Whether this reading of the bytes, in units of two or four of them, is certainly a text.
+
+    Bytes in the wrong order, numbers and other encodings give characters that no text has, letters of many scripts, or
+    nothing between words. Without a NUL nearly any bytes are characters of East Asia, so nothing else may be among them.
+    """
+    foreign = _ASCII.sub("", text)
+    letters = set(foreign)
+    if any(category(letter) in _NO_TEXT for letter in letters):
+        return False
+    if len(foreign) <= _FOREIGN_SHARE * len(text):
+        return True
+    between = len(text) - len(_BETWEEN_WORDS.sub("", text))
+    if between < max(_LEAST_BETWEEN, _BETWEEN_SHARE * len(text)):
+        return False
+    if b"\0" not in data:
+        return _EAST_ASIAN.fullmatch(text) is not None
+    scripts = {name(letter).split()[0] for letter in letters if letter.isalpha()}
+    return len(scripts) <= _MOST_SCRIPTS and not _is_utf8(data.replace(b"\0", b""))
+
+
+def _is_utf8(data: bytes) -> bool:
+    with suppress(ValueError):
+        _checked(data.decode())
+        return True
+    return False
 
 
 def _detected(data: bytes) -> str:

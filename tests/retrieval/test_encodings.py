@@ -1,5 +1,12 @@
 """Text files in every encoding that is certain; what is not certain is refused."""
 
+import compileall
+import random
+import sqlite3
+import sys
+from array import array
+from pathlib import Path
+
 import pytest
 
 from blend_retrieval.decoding import DecodingError, decode
@@ -44,7 +51,6 @@ def test_other_encodings_are_read_with_a_note(name, text, encoding):
     ("data", "reason"),
     [
         (bytes(range(1, 32)) * 20, "binary"),
-        (GERMAN.encode("utf-16-le"), "binary"),  # without a byte order mark
         (b"ok \x81\x8d\xff\xfe and more of it", "not certain"),
         (b"caf\xe9", "not certain"),
         ((GERMAN * 20).encode() + b"\xe4", "damaged UTF-8"),
@@ -54,6 +60,105 @@ def test_other_encodings_are_read_with_a_note(name, text, encoding):
 def test_what_is_not_certain_is_refused(data, reason):
     with pytest.raises(DecodingError, match=reason):
         decode(data)
+
+
+UNMARKED = {
+    "English": "The fee is “thirty” crowns – it’s cheap.",
+    "German": GERMAN,
+    "Polish": "Opłata wynosi 30 koron, większe statki płacą więcej.",
+    "Vietnamese": "Bến tàu mở cửa lúc sáu giờ, phí là ba mươi curon.",
+    "Russian": RUSSIAN,
+    "Greek": "Η προβλήτα ανοίγει στις έξι και το τέλος είναι τριάντα κορώνες.",
+    "Arabic": "يفتح الرصيف في السادسة والرسوم ثلاثون كرونة.",
+    "Hindi": "घाट सुबह छह बजे खुलता है और शुल्क तीस क्रोनर है।",
+    "Thai": "ท่าเรือเปิดเวลาหกโมงเช้า ค่าธรรมเนียมสามสิบโครน เรือใหญ่จ่ายมากกว่า",
+    "Korean": "부두는 아침 여섯 시에 열리고 요금은 서른 크로네입니다.",
+    "Japanese": JAPANESE,
+    "Japanese lines": JAPANESE.replace("。", "。\n"),
+    "Chinese": "码头早上六点开放，费用为三十克朗。",
+    "short": "Fee: 31.",
+}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("text", UNMARKED.values(), ids=UNMARKED)
+def test_unicode_without_a_byte_order_mark_is_read_with_a_note(text, encoding):
+    decoded = decode(text.encode(encoding))
+    assert decoded == (text, f"is read as {encoding}: it has no byte order mark")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.rst", "a.html", "a.jsonl"])
+def test_every_kind_of_text_file_may_lack_its_byte_order_mark(name):
+    text = f'{{"text": "{RUSSIAN}"}}' if name == "a.jsonl" else RUSSIAN
+    (document,), (note,) = load_bytes(name, text.encode("utf-16-le"))
+    assert (document.text, note.lost) == (RUSSIAN, 0)
+    assert note.reason == "is read as utf-16-le: it has no byte order mark"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("text", [*UNMARKED.values(), "Fee", "мол", "桟橋は"])
+def test_a_beginning_of_any_length_is_read_right_or_refused(text, encoding):
+    for length in range(2, len(text)):
+        data = text[:length].encode(encoding)
+        if b"\0" in data:
+            try:
+                decoded = decode(data)
+            except DecodingError:
+                continue
+            assert decoded.text == text[:length]
+
+
+def binary_files(folder):
+    """Files of machines: whole ones, and their beginnings and middles."""
+    database = sqlite3.connect(folder / "a.db")
+    with database:
+        database.execute("create table piers (name text, fee int)")
+        database.executemany("insert into piers values (?, ?)", [(f"Pier {n}", n) for n in range(500)])
+    database.close()
+    source = folder / "a.py"
+    source.write_text("\n".join(f"def pier_{n}(fee, crowns={n}):\n    return fee * {n}" for n in range(50)))
+    compileall.compile_file(source, quiet=1)
+    (compiled,) = folder.rglob("*.pyc")
+    picture = Path(__file__).parents[2] / "docs" / "selection.png"
+    program = Path(sys.executable).resolve()
+    seeded = random.Random(1)
+    sounds = array("h", (seeded.randrange(-3000, 3000) for _ in range(5000)))
+    names = b"\0".join(b"docs/page-%d.md" % n for n in range(40))
+    cut_text = b"An ordinary text with a fault\0 somewhere, and more of it behind that. "
+    whole = [path.read_bytes()[: 1 << 20] for path in (folder / "a.db", compiled, picture, program)]
+    return [*whole, sounds.tobytes(), array("I", range(3000)).tobytes(), names, cut_text, cut_text * 20]
+
+
+def test_binary_files_are_no_text_in_utf_16(tmp_path):
+    for data in binary_files(tmp_path):
+        for part in (data, data[:1000], data[len(data) // 2 :][:1000]):
+            if b"\0" in part:
+                with pytest.raises(DecodingError, match="is a binary file"):
+                    decode(part)
+
+
+NO_TEXT = {
+    "compiled Python": "Zd\u0184Z\u0102Gd\u0284".encode("utf-16-be") * 2,
+    "letters of many scripts": "\u0560\u5fb0\uc3f8\u6427\t\u5afe\t\u1330\u0d05\ud3f5".encode("utf-16-be"),
+    "a blank by chance": "\u130f\u5397\ub045\u2a16\u6bf3\ub0e4\u30b1/\u5c36".encode("utf-16-le"),
+    "words that end with a NUL": b" \0".join([b"harbours", b"fees", b"crowns", b"piers and"] * 9),
+    "text in both orders": ("\u4e4f\u4e50 \u2000" * 6).encode("utf-16-be"),
+}
+
+
+@pytest.mark.parametrize("data", NO_TEXT.values(), ids=NO_TEXT)
+def test_bytes_that_resemble_utf_16_are_refused(data):
+    with pytest.raises(DecodingError, match="is a binary file"):
+        decode(data)
+
+
+def test_bytes_without_a_nul_are_in_utf_16_only_if_all_of_it_is_of_east_asia():
+    thai = UNMARKED["Thai"].replace(" ", "").encode("gb18030")
+    with pytest.raises(DecodingError, match="its encoding is not certain"):
+        decode(thai)
+    kanji = JAPANESE.encode("utf-16-be")
+    assert b"\0" not in kanji
+    assert decode(kanji).text == JAPANESE
 
 
 def test_a_declared_encoding_that_does_not_fit_is_not_believed():
