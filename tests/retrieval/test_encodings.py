@@ -141,7 +141,7 @@ NO_TEXT = {
     "compiled Python": "Zd\u0184Z\u0102Gd\u0284".encode("utf-16-be") * 2,
     "letters of many scripts": "\u0560\u5fb0\uc3f8\u6427\t\u5afe\t\u1330\u0d05\ud3f5".encode("utf-16-be"),
     "a blank by chance": "\u130f\u5397\ub045\u2a16\u6bf3\ub0e4\u30b1/\u5c36".encode("utf-16-le"),
-    "words that end with a NUL": b" \0".join([b"harbours", b"fees", b"crowns", b"piers or"] * 9),
+    "words that end with a NUL": b" \0".join([b"harbours", b"fees", b"crowns", b"timber"] * 9),
     "text in both orders": ("\u4e8f\u4e90 \u2000" * 6).encode("utf-16-be"),
 }
 
