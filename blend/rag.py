@@ -139,7 +139,7 @@ class Rag:
         corpus: How documents become chunks, and which of the store's corpora to use.
         budget_bytes: Most bytes of chunk caches; the least recently used are evicted.
         store_key: Key that seals the store's entries; entries sealed otherwise are not used.
-        on_fetch: Called with the progress of a weights download.
+        on_fetch: Called with the progress of fetching and loading weights.
         decoder: A loaded decoder to use instead of `model`.
         embedder: A loaded embedding model to use instead of the corpus's.
         memory: Memory tier for the most used chunk caches; several `Rag` may share it.
@@ -261,7 +261,9 @@ class Rag:
     def decoder(self) -> Decoder:
         """The decoder."""
         location = resolve_model(self.model, progress=self._on_fetch)
+        self._on_fetch("load", 0, 1)
         decoder = Decoder.load(str(location), name=self.model, **self._computing)
+        self._on_fetch("load", 1, 1)
         with suppress(StoreError):  # it will be reported when caches are needed
             take_held_dtype(self.store, decoder)
         return decoder

@@ -405,7 +405,7 @@ Progress = Callable[[str, int, int], None]
 """Called with a stage, the amount done, and the total.
 
 Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens, "questions". Of a fetch of
-weights: "download" in parts, and "wait", "verify" and "convert", one step each.
+weights: "download" in parts, and "wait", "verify", "convert" and "load", one step each.
 """
 
 

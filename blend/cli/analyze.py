@@ -11,6 +11,7 @@ import click
 from blend.cli import opening, options
 from blend.cli.console import check_outputs, note, say, write_document
 from blend.cli.options import OUTPUT, PLACE, TEXT, number
+from blend.cli.progress import counting
 from blend.cli.report import calibrate, fitting_records, run_info
 from blend.errors import PromptError
 from blend.eval.dataset import load_dataset
@@ -95,14 +96,16 @@ def _analyze(rag: Rag, prompts: list[_Prompt], head: int | None) -> list[Analyze
 
     analyzed: list[Analyzed] = []
     try:
-        for place, (name, question, layout) in enumerate(prompts):
-            analysis = analyze_prompt(rag.blender, layout, head=head)
-            identity = {"id": name, "question": question}
-            view = None
-            if place < MOST_VIEWS:
-                view = prompt_document(analysis, rag.blend_config, identity, pictures=place == 0)
-            analyzed.append(Analyzed(identity, summarize(analysis), analysis.mapped, view))
-            note(f"[{place + 1}/{len(prompts)}] {name}: {layout.rows} tokens")
+        with counting("Analyzing prompts", "prompts", len(prompts)) as count:
+            for place, (name, question, layout) in enumerate(prompts):
+                analysis = analyze_prompt(rag.blender, layout, head=head)
+                identity = {"id": name, "question": question}
+                view = None
+                if place < MOST_VIEWS:
+                    view = prompt_document(analysis, rag.blend_config, identity, pictures=place == 0)
+                analyzed.append(Analyzed(identity, summarize(analysis), analysis.mapped, view))
+                note(f"[{place + 1}/{len(prompts)}] {name}: {layout.rows} tokens")
+                count(place + 1)
     except KeyboardInterrupt:
         pass
     return analyzed

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import STDOUT, check_outputs, fetch_progress, note, show_results
+from blend.cli.console import STDOUT, check_outputs, note, show_results
 from blend.cli.options import NAME, PLACE, number
+from blend.cli.progress import fetch_progress
 from blend.errors import BlendError, DatasetError
 from blend.weights import resolve_model
 
@@ -57,7 +58,7 @@ def command(
     tokenizer = "estimated"
     if model is not None:
         opening.check_model(model)
-        tokenize = tokenizer_of(resolve_model(model, progress=fetch_progress))
+        tokenize = tokenizer_of(resolve_model(model, progress=fetch_progress()))
         tokenizer = f"counted by {model}'s tokenizer"
     reader = LogReader()
     census = Census(tokenize, round(memory * 1e9), cache_tokens)

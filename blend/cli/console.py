@@ -1,4 +1,4 @@
-"""Output of the commands: progress and notes on stderr, results on stdout.
+"""Output of the commands: notes on stderr, results on stdout; `blend.cli.progress` shows progress.
 
 All text is written here or in `blend.cli`. Titles, file names, ids and answers may hold control characters, which
 `blend.limits` makes harmless.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,17 +25,9 @@ from blend_retrieval.decoding import DecodingError, decode
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from blend.types import Progress
-
 
 ANSWER_KEEPS = "\n\t"
 STDOUT = Path("-")  # in place of a file
-_FETCH = {
-    "wait": "Waiting for another process that fetches the same weights",
-    "download": "Downloading weights, part",
-    "verify": "Checking sha256",
-    "convert": "Converting to safetensors, once",
-}
 
 
 class _Console(Console):
@@ -125,13 +116,6 @@ def write_document(document: Mapping[str, Any], path: Path) -> None:
     note(f"wrote {path}")
 
 
-def fetch_progress(stage: str, done: int, total: int) -> None:
-    """A line for each step of a fetch of weights."""
-    if done < total:
-        part = f" {done + 1} of {total}" if stage == "download" else ""
-        note(f"{_FETCH[stage]}{part} ...")
-
-
 def seconds(value: float) -> str:
     """A time, short: 12 ms, 1.23 s, 75 s, 12.1 min, 7.1 h, 40.0 days."""
     for unit, length in (("days", 86_400), ("h", 3600), ("min", 60)):
@@ -147,36 +131,3 @@ def make_sure(what: str, *, sure: bool) -> None:
     if not sys.stdin.isatty():
         raise ConfigError(f"say --yes to delete {what}: there is no terminal to ask on")
     click.confirm(f"Delete {what}?", abort=True)
-
-
-_STAGES = {
-    "chunk": ("Dividing documents", "documents"),
-    "embed": ("Embedding chunks", "chunks"),
-    "encode": ("Computing caches", "tokens"),
-    "calibrate": ("Measuring the KV correction", "tokens"),
-    "questions": ("Fitting estimates of quality", "questions"),
-}
-LINE_EVERY_S = 10.0
-
-
-def stage_progress(part: str = "") -> Progress:
-    """A progress callback for `precompute` and measurements. part: what is computed, if not all.
-
-    Every stage has a line every so often, with the rate since it began; the caches have one at their end, too.
-    """
-    begun: dict[str, float] = {}
-    shown: dict[str, float] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        elapsed = now - begun.setdefault(stage, now)
-        is_end = stage == "encode" and done == total
-        if not done or not (is_end or now - shown.setdefault(stage, now) >= LINE_EVERY_S):
-            return
-        shown[stage] = now
-        words, unit = _STAGES[stage]
-        rate = f", {done / elapsed:,.0f} {unit}/s" if done >= elapsed > 0 else ""
-        remaining = f", {seconds((total - done) * elapsed / done)} left" if done < total else ""
-        note(f"{words}{part}: {done:,} of {total:,} {unit}{rate}{remaining}")
-
-    return show

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from blend.cli.console import fetch_progress, note, warnings_as_notes
+from blend.cli.console import note, warnings_as_notes
+from blend.cli.progress import fetch_progress
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
@@ -98,7 +99,7 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         corpus=_pick(CorpusConfig, options),
         budget_bytes=_bytes(options.get("store_budget")),
         store_key=key,
-        on_fetch=fetch_progress,
+        on_fetch=fetch_progress(),
         embedder=embedder,
         memory=ChunkPool(round(memory * 1e9), _bytes(options.get("gpu_budget"))) if memory else None,
     )

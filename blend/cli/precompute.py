@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import note, print_json, say, stage_progress
+from blend.cli.console import note, print_json, say
 from blend.cli.options import PLACE, TEXT, Parsed, number
+from blend.cli.progress import stage_progress
 from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import WHOLE, Share
 from blend.errors import ConfigError

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import check_outputs, note, seconds, show_results, stage_progress
+from blend.cli.console import check_outputs, note, seconds, show_results
 from blend.cli.options import PLACE, Parsed, number
+from blend.cli.progress import counting, stage_progress
 from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError, PromptError, QualityError
@@ -104,11 +105,13 @@ def _measure(rag: Rag, records: list[Record], max_new_tokens: int) -> tuple[list
         fitting = fitting_records(rag, records, max_new_tokens)
         calibrate(rag, evaluator, fitting)
         evaluator.warm_up(fitting[0], methods)
-        for place, record in enumerate(fitting, 1):
-            rows = evaluator.measure(record, methods)
-            measured += rows
-            times = ", ".join(f"{row.method} {seconds(row.ttft_s)}" for row in rows)
-            note(f"[{place}/{len(fitting)}] {record.id}: {times}")
+        with counting("Comparing answers", "questions", len(fitting)) as count:
+            for place, record in enumerate(fitting, 1):
+                rows = evaluator.measure(record, methods)
+                measured += rows
+                times = ", ".join(f"{row.method} {seconds(row.ttft_s)}" for row in rows)
+                note(f"[{place}/{len(fitting)}] {record.id}: {times}")
+                count(place)
     except KeyboardInterrupt:
         return measured, False
     return measured, True

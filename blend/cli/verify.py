@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from blend.cli import opening, options
-from blend.cli.console import check_outputs, note, say, stage_progress, write_document
+from blend.cli.console import check_outputs, note, say, write_document
 from blend.cli.options import NAME, OUTPUT, PLACE, number
+from blend.cli.progress import counting, stage_progress
 from blend.cli.report import run_info
 from blend.config import DEFAULT_MODEL, REPORT_TOKENS, CorpusConfig
 from blend.errors import QualityError, UndecidedError
@@ -81,10 +82,12 @@ def _verdict(rag: Rag, records: list[Record] | None, limit: int, quality: float,
     methods = [Method(FULL), *(way.method(selector) for way in ways)]
     evaluator.warm_up(records[0], methods)
     measured = []
-    for place, record in enumerate(records, 1):
-        rows = evaluator.measure(record, methods)
-        measured += rows
-        note(f"[{place}/{len(records)}] {record.id}: KL {', '.join(f'{row.kl:.3f}' for row in rows[1:])}")
+    with counting("Comparing answers", "questions", len(records)) as count:
+        for place, record in enumerate(records, 1):
+            rows = evaluator.measure(record, methods)
+            measured += rows
+            note(f"[{place}/{len(records)}] {record.id}: KL {', '.join(f'{row.kl:.3f}' for row in rows[1:])}")
+            count(place)
     verdict = Verdict(tuple(checks), summarise(measured, info=run_info(rag, workload)), quality)
     remember(rag.decoder, verdict)
     return verdict

@@ -17,7 +17,7 @@ import pytest
 from places import PYTHONPATH, REPOSITORY
 
 from blend.cli import blend as group
-from blend.cli import console
+from blend.cli import progress
 from blend.select import SELECTORS, make_selector
 
 COMMANDS = group.list_commands(click.Context(group))
@@ -83,8 +83,8 @@ def test_docs_are_up_to_date():
 
 def test_a_lines_rate_is_of_all_that_was_done_since_the_stage_began(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    show = console.stage_progress()
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    show = progress.stage_progress()
     for now[0], count in ((0.0, 0), (5.0, 100), (15.0, 309), (16.0, 400), (25.0, 619)):
         show("encode", count, 619)
     told = capsys.readouterr().err.splitlines()
