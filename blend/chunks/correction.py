@@ -136,6 +136,7 @@ class KVCorrection:
         from safetensors.torch import save
 
         tensors = {
+            "format": torch.tensor(CORRECTION_FORMAT),
             "layers": torch.tensor(len(self.layers)),
             "before": torch.tensor(self.before),
             "length": torch.tensor(self.length),
@@ -153,12 +154,17 @@ class KVCorrection:
 
     @classmethod
     def from_bytes(cls, content: bytes, device: torch.device) -> KVCorrection:
-        """Read what `to_bytes` wrote. Raises ValueError for anything else."""
+        """Read what `to_bytes` wrote. Raises ValueError for anything else, other formats included."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
         try:
             tensors = {name: tensor.to(device) for name, tensor in load(content).items()}
+            written_as = int(tensors.get("format", 1))  # the first format did not say so
+            if written_as != CORRECTION_FORMAT:
+                raise ValueError(
+                    f"it has format {written_as}, not {CORRECTION_FORMAT}: fit it again with `blend precompute`"
+                )
             depth = int(tensors["layers"])
             layers = tuple(_layer_of(tensors, index) for index in range(depth))
             provisional = bool(tensors.get("provisional", False))  # earlier versions stored none
@@ -177,6 +183,8 @@ class KVCorrection:
             raise ValueError("it was measured on a model of another shape")
 
 
+CORRECTION_FORMAT = 1
+"""Of a stored correction: another formula needs another number, so that nothing reads the old factors as its own."""
 _FACTORS = ("centre", "scale", "down", "up", "gauge")
 
 

@@ -12,6 +12,7 @@ from blends import REUSE, assert_bits, assert_kv, context_error, empty_blender, 
 from cases import cache_of, make_layout
 from models import BASE, decoder
 
+from blend.chunks import correction as correction_module
 from blend.chunks.correction import LayerCorrection
 from blend.config import BlendConfig
 from blend.model.decoder import full_prefill
@@ -127,3 +128,15 @@ def test_a_damaged_map_is_reported_and_not_used(tmp_path):
     assert again.prefill(LAYOUT, config=REUSE).artifact_problems == ()
     assert again.calibrate(LAYOUT.prefix, CORPUS)
     assert again.prefill(LAYOUT, config=CORRECTED).artifact_problems == ()
+
+
+def test_a_map_of_another_format_is_reported_and_fitted_again(monkeypatch):
+    blender = calibrated()
+    name = blender.encoder(LAYOUT.prefix).identity.correction_name
+    with monkeypatch.context() as later:
+        later.setattr(correction_module, "CORRECTION_FORMAT", 2)
+        blender.store.write_artifact(name, blender.correction(LAYOUT.prefix).to_bytes())
+    [problem] = blender.prefill(LAYOUT, config=CORRECTED).artifact_problems
+    assert "format 2, not 1: fit it again with `blend precompute`" in problem
+    assert blender.calibrate(LAYOUT.prefix, CORPUS)
+    assert blender.prefill(LAYOUT, config=CORRECTED).artifact_problems == ()
