@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from blend.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from blend.answers import Answer
     from blend.chunks.encode import ChunkEncoder
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
     from blend.errors import BlendError
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from blend.model.generate import Generation, generate
     from blend.prefill.blender import Blend, Blender
     from blend.prompt import PromptTemplate
-    from blend.rag import Answer, Rag
+    from blend.rag import Rag
     from blend.select import Evidence, Needs, Selector
     from blend.store import open_store
     from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
 
 
 _PUBLIC = {
+    "blend.answers": ("Answer",),
     "blend.prefill.blender": ("Blend", "Blender"),
     "blend.chunks.encode": ("ChunkEncoder",),
     "blend.config": ("BlendConfig", "CorpusConfig", "PromptConfig"),
@@ -32,7 +34,7 @@ _PUBLIC = {
     "blend.model.decoder": ("Decoder",),
     "blend.model.generate": ("Generation", "generate"),
     "blend.prompt": ("PromptTemplate",),
-    "blend.rag": ("Answer", "Rag"),
+    "blend.rag": ("Rag",),
     "blend.select": ("Evidence", "Needs", "Selector"),
     "blend.store": ("open_store",),
     "blend.types": ("ChunkCache", "ChunkKey", "PromptLayout", "Selection"),

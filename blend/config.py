@@ -26,6 +26,13 @@ ANSWER_TOKENS, REPORT_TOKENS = 128, 32
 class BlendConfig:
     """How rows are chosen and computed.
 
+    >>> from blend import BlendConfig
+    >>> BlendConfig("mixed:check_layer=3", ratio=0.05).plain()["selector"]
+    'mixed:check_layer=3'
+    >>> BlendConfig(ratio=2)
+    Traceback (most recent call last):
+    blend.errors.ConfigError: ratio: 2 is not a number from 0 to 1
+
     Attributes:
         selector: a spec such as "hkvd" or "mixed:check_layer=3" (`blend.select.make_selector`), or a `Selector`.
         ratio: share of the cached context rows to recompute, 0 to 1.
@@ -67,6 +74,9 @@ class BlendConfig:
 class PromptConfig:
     """The text around the chunks.
 
+    >>> from blend import PromptConfig, Rag
+    >>> rag = Rag("my-store", model="my-model", prompt=PromptConfig(system="You answer in one word."))
+
     Attributes:
         system: the system message.
         instruction: how the user's turn begins.
@@ -92,6 +102,9 @@ class PromptConfig:
 @dataclass(frozen=True)
 class CorpusConfig:
     """How documents become chunks, and how many chunks answer a question.
+
+    >>> from blend import CorpusConfig, Rag
+    >>> rag = Rag("my-store", model="my-model", corpus=CorpusConfig("handbook", chunk_tokens=64, codec="int8"))
 
     Attributes:
         name: the corpus in the store (`blend.corpora`). Each has its own index, surrogate context and KV corrections.

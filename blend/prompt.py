@@ -180,6 +180,12 @@ def render_chunk(chunk: TextChunk) -> str:
 class PromptTemplate:
     """Turns a question and chunks into a `PromptLayout`.
 
+    >>> from blend import Decoder, PromptTemplate
+    >>> template = PromptTemplate(Decoder.load("my-model").tokenizer)
+    >>> layout = template.layout("How many gates are there?", [Passage("Harbour", "The harbour has seven gates.")])
+    >>> len(layout.chunks), layout.rows == len(layout.token_ids)
+    (1, True)
+
     Args:
         tokenizer: a HuggingFace tokenizer; without a chat template the prompt is a transcript.
         config: the text around the chunks.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from blend.answers import NONE_RETRIEVED, Answer, FullAnswer
 from blend.checked import UNCHECKED
 from blend.chunks.encode import take_held_dtype
 from blend.chunks.fit import neutral_correction
@@ -29,7 +30,7 @@ from blend.errors import ConfigError, PromptError, StoreError
 from blend.limits import check_number
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.device_path import DevicePath
-from blend.model.generate import Generation, OnText, end_tokens, generate
+from blend.model.generate import OnText, end_tokens, generate
 from blend.model.precision import check_weights
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
@@ -56,52 +57,6 @@ if TYPE_CHECKING:
 
 _Value = TypeVar("_Value")
 
-NONE_RETRIEVED = "no passage is similar enough to the question (--min-score): answered without documents"
-
-
-@dataclass(frozen=True)
-class FullAnswer:
-    """The same prompt answered after the model's own full prefill."""
-
-    text: str
-    ttft_s: float
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and how it came about.
-
-    Attributes:
-        question: The question as it was asked.
-        text: The answer.
-        chunks: The retrieved chunks in prompt order, best first; `blend.hits` says which were cached.
-        blend: The blended prefill: rows recomputed, bytes loaded, hits.
-        generation: The generated token ids with their times.
-        full: The answer after full prefill, if `compare` was set.
-        cut: Whether the answer reached its token limit.
-        problems: One line for every damaged store entry, and for caches that could not be stored.
-
-    """
-
-    question: str
-    text: str
-    chunks: RankedChunks
-    blend: Blend
-    generation: Generation
-    full: FullAnswer | None = None
-    cut: bool = False
-    problems: tuple[str, ...] = field(default=())
-
-    @property
-    def stages(self) -> dict[str, float]:
-        """Seconds by stage, retrieval included."""
-        return dict(self.blend.stages)
-
-    @property
-    def ttft_s(self) -> float:
-        """Seconds to the first token, without retrieval."""
-        return self.blend.ttft_s - self.stages.get("retrieve", 0.0)
-
 
 class loaded_once(cached_property[_Value]):  # noqa: N801
     """A `cached_property` that only one thread loads: since Python 3.12 that has no lock.
@@ -125,6 +80,14 @@ class Rag:
 
     Everything heavy is loaded on first use. Threads may ask at the same time, also while one precomputes. What another process
     precomputes is seen.
+
+    >>> from blend import Rag
+    >>> rag = Rag("my-store", model="my-model")
+    >>> rag.precompute(["docs"]).documents
+    8
+    >>> answer = rag.answer("How many gates does the harbour have?", max_new_tokens=8)
+    >>> [hit.chunk.title for hit in answer.chunks][:1], answer.blend.hits[:1]
+    (['The harbour'], (True,))
 
     Args:
         store: Directory of chunk caches and index, or the address of a shared store such as s3://bucket/name.

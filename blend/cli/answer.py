@@ -19,7 +19,8 @@ from blend.errors import PromptError
 from blend.limits import counted, is_text, visible
 
 if TYPE_CHECKING:
-    from blend.rag import Answer, FullAnswer, Rag
+    from blend.answers import Answer, FullAnswer
+    from blend.rag import Rag
 
 
 @click.command("answer", cls=options.Command)

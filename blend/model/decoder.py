@@ -43,6 +43,11 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 class Decoder(DrivenDecoder):
     """A HuggingFace decoder that blended prefill can drive.
 
+    >>> from blend import Decoder
+    >>> decoder = Decoder.load("my-model")
+    >>> len(decoder.layers), decoder.context_length
+    (4, 4096)
+
     Args:
         model: A HuggingFace causal language model. It is put in eval mode.
         tokenizer: Its tokenizer. None if prompts are token ids and no text is needed.

@@ -73,6 +73,14 @@ def generate(
 ) -> Generation:
     """Decode an answer from a prefilled prompt with `model.generate`, without running the prompt again.
 
+    >>> from blend import Blender, Decoder, PromptTemplate, generate, open_store
+    >>> decoder = Decoder.load("my-model")
+    >>> blender = Blender(decoder, open_store("memory:"))
+    >>> layout = PromptTemplate(decoder.tokenizer).layout("How many?", [Passage("Harbour", "It has seven gates.")])
+    >>> generation = generate(decoder, blender.prefill(layout, room=4), layout.token_ids, max_new_tokens=4)
+    >>> len(generation.token_ids)
+    4
+
     Args:
         decoder: The decoder that prefilled the prompt.
         prefilled: The prefilled prompt, such as a `Blend`.

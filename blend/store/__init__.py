@@ -58,6 +58,11 @@ def open_store(
     tier of the store that the replica stands for. A directory is closed to other users, unless its setgid bit is set:
     `chmod 2750` lets its group read, `chmod 2770` also write.
 
+    >>> from blend import open_store
+    >>> with_int8 = open_store("my-other-store", codec="int8", budget_bytes=10**9)
+    >>> with_int8.stats().entries
+    0
+
     Args:
         location: where the store is.
         codec: how new entries are kept, one of `codec_names()` or a `Codec` of your own, which is registered; "native" keeps

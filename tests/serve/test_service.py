@@ -12,10 +12,10 @@ from changing import delete, until
 from gate import Gate
 from rooms import FEW, QUESTION, Answer, ask, put, serving, settled
 
+from blend.answers import NONE_RETRIEVED
 from blend.errors import ConfigError
 from blend.model.cache import BlendedCache
 from blend.prompt import render_chunk
-from blend.rag import NONE_RETRIEVED
 from blend.sampling import Sampling
 from blend.serve.engine import scheduler
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY, Figures, Started

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from blend.rag import NONE_RETRIEVED
+from blend.answers import NONE_RETRIEVED
 from blend.serve.events import (
     BLENDED_BEFORE,
     COLD,
