@@ -154,6 +154,11 @@ class PromptLayout:
 
     Segments are tokenised one by one and joined as ids, so a chunk has the same ids in every prompt.
 
+    >>> from blend import PromptLayout
+    >>> layout = PromptLayout.of_chunks(prefix=(1, 2), chunks=[(5, 6, 7), (8, 9)], suffix=(3,))
+    >>> layout.token_ids, [tuple(span) for span in layout.chunk_spans]
+    ((1, 2, 5, 6, 7, 8, 9, 3), [(2, 5), (5, 7)])
+
     Attributes:
         prefix: the exact, shared beginning; at least one token.
         places: chunks, and the text between them.
@@ -304,6 +309,10 @@ class CacheIdentity:
         """Name of the artifact that holds the corpus's surrogate context behind this prefix (`blend.chunks.library`)."""
         return self._artifact("surrogate")
 
+    def fit_name(self, digest: str) -> str:
+        """Name of the artifact that holds a prompt of an unfinished fit (`blend.chunks.unfinished`)."""
+        return self._artifact(f"fit_{digest}")
+
     def _artifact(self, kind: str) -> str:
         return f"{kind}-{self.namespace}" + (f"-{self.corpus}" if self.corpus else "")
 
@@ -404,8 +413,8 @@ STAGES = ("retrieve", "load", "reposition", "select", "recompute", "first_token"
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the amount done, and the total.
 
-Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens, "questions". Of a fetch of
-weights: "download" in parts, and "wait", "verify", "convert" and "load", one step each.
+Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens, "solve" in layers, "questions".
+Of a fetch of weights: "download" in parts, and "wait", "verify", "convert" and "load", one step each.
 """
 
 

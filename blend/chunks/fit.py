@@ -8,10 +8,12 @@ prompt is exact and shows nothing, so every chunk of a small corpus stands behin
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,12 +24,13 @@ from blend.chunks.correction import POSITION_FEATURES, Bounds, KVCorrection, Lay
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.opened import caches_of
 from blend.chunks.regression import RANK, LayerRows, fit_layer
+from blend.chunks.unfinished import UnfinishedFit
 from blend.model import cpu
 from blend.types import CacheKind, Progress, PromptLayout, Tokens, no_progress
 
 if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder
-    from blend.model.cache import BlendedCache, LayerRotation
+    from blend.model.cache import KV, BlendedCache, LayerRotation
     from blend.model.row_decoder import RowDecoder
 
 
@@ -43,29 +46,33 @@ def fit_corrections(
 ) -> list[KVCorrection | None]:
     """Fit a map for each kind of caches, on the same prompts made of these chunks.
 
-    None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens. Costs a full
-    prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32, once and once more for
-    each kind.
+    None when no prompt of two chunks can be made, or nothing helps. progress: of the stage "calibrate", in tokens, and "solve",
+    in layers. Costs a full prefill of every prompt, and holds the KV of all of them in the host's memory meanwhile, in float32,
+    once and once more for each kind. A store in a folder keeps the prompts that are finished, so that a fit that was
+    interrupted goes on, with the same result.
     """
     encoder = library.isolated
     distinct = [tuple(chunk) for chunk in dict.fromkeys(map(tuple, chunks)) if chunk]
     prompts = deal_prompts(encoder, distinct)
+    unfinished = UnfinishedFit(library, prompts)
     rows = _CalibrationRows(encoder.decoder, prompts)
     tokens = 0
     total = sum(prompt.rows for prompt in prompts)
-    progress("calibrate", 0, total)
+    progress("calibrate", unfinished.tokens, total)
     for layout in prompts:
-        rows.add(None, _together(encoder, layout), layout)
+        rows.add(None, _in_full(encoder, layout, unfinished), layout)
         for kind in kinds:
             caches = caches_of(library, layout.chunks, contextual=kind is CacheKind.CONTEXTUAL)
             assembly = assemble(encoder.decoder, layout, encoder.prefix, caches)
-            rows.add(kind, assembly.cache, layout)
+            rows.add(kind, _kv_behind(assembly.cache, layout), layout)
         tokens += layout.rows
-        progress("calibrate", tokens, total)
+        progress("calibrate", max(tokens, unfinished.tokens), total)
     variants = library.variants(distinct)
     contextual = {key.chunk for key in variants if key.kind is CacheKind.CONTEXTUAL}
     eligible = {CacheKind.CONTEXTUAL: contextual, CacheKind.ISOLATED: set(distinct)}
-    return [rows.solve(kind, eligible[kind]) for kind in kinds]
+    corrections = rows.solve_all({kind: eligible[kind] for kind in kinds}, progress)
+    unfinished.clear()
+    return corrections
 
 
 class _CalibrationRows:
@@ -79,13 +86,13 @@ class _CalibrationRows:
         self._prompts = prompts
         self._prompt_layers = defaultdict[CacheKind | None, list[Sequence[Tensor]]](list)
 
-    def add(self, kind: CacheKind | None, cache: BlendedCache, layout: PromptLayout) -> None:
+    def add(self, kind: CacheKind | None, kv: Iterable[KV], layout: PromptLayout) -> None:
         """Copy a prompt's rows of every layer, positions taken out. kind: of its chunk caches; None for full prefill."""
-        rows = _rows_behind(layout, self._decoder.device)
+        device = self._decoder.device
+        rows = _rows_behind(layout, device)
         layers = []
-        for index, rotation in enumerate(self._decoder.rotations):
-            keys, values = cache.view(index)
-            unrotated = rows_of(keys[:, :, rows], values[:, :, rows], rotation, rows)
+        for (keys, values), rotation in zip(kv, self._decoder.rotations, strict=True):
+            unrotated = rows_of(keys.to(device), values.to(device), rotation, rows)
             layers.append(unrotated[0].cpu())
         self._prompt_layers[kind].append(cpu.copies(layers))
 
@@ -94,11 +101,26 @@ class _CalibrationRows:
         rows_of_prompts = [layers[index] for layers in self._prompt_layers[kind]]
         return torch.cat(rows_of_prompts).to(self._decoder.device)
 
-    def solve(self, kind: CacheKind, eligible: Collection[Tokens]) -> KVCorrection | None:
-        """The maps for a kind of caches, or None if none helps in any layer.
+    def solve_all(
+        self, eligible: Mapping[CacheKind, Collection[Tokens]], progress: Progress
+    ) -> list[KVCorrection | None]:
+        """The maps for each kind of caches, or None if none helps in any layer.
 
         eligible: the chunks that have such a cache behind another chunk.
         """
+        layers = sum(rotation.width > 0 for rotation in self._decoder.rotations[1:])
+        total = layers * len(eligible)
+        solved = itertools.count(1)
+        progress("solve", 0, total)
+        corrections = []
+        for kind, chunks in eligible.items():
+            corrections.append(self._solve(kind, chunks, lambda: progress("solve", next(solved), total)))
+        progress("solve", total, total)  # a kind without a correction has no layers
+        return corrections
+
+    def _solve(
+        self, kind: CacheKind, eligible: Collection[Tokens], on_layer: Callable[[], None]
+    ) -> KVCorrection | None:
         chunks = _chunks_behind(self._prompts)
         behind = [chunk for chunk in chunks if chunk in eligible]
         if len(set(behind)) < 2:  # no chunk could be held out
@@ -126,6 +148,7 @@ class _CalibrationRows:
                 covered=len(set(behind)) / len(eligible),
             )
             fitted.append(fit_layer(rows))
+            on_layer()
         if not any(fitted):
             return None
         before = max(prompt.chunk_spans[-1].start - len(prompt.prefix) for prompt in self._prompts)
@@ -205,6 +228,24 @@ def _groups(prompts: Sequence[PromptLayout]) -> dict[Tokens, int]:
 def _rows_behind(layout: PromptLayout, device: torch.device) -> Tensor:
     """Positions of the rows behind the first chunk."""
     return torch.arange(layout.chunk_spans[1].start, layout.rows, device=device)
+
+
+def _kv_behind(cache: BlendedCache, layout: PromptLayout) -> Iterator[KV]:
+    """The KV of the rows behind the first chunk, layer by layer."""
+    for layer in cache.layers:
+        keys, values = layer.view()
+        rows = _rows_behind(layout, keys.device)
+        yield keys[:, :, rows], values[:, :, rows]
+
+
+def _in_full(encoder: ChunkEncoder, layout: PromptLayout, unfinished: UnfinishedFit) -> list[KV]:
+    """The same of a prompt that is computed in one piece, now or before the fit was interrupted."""
+    rows = unfinished.read(layout)
+    if rows is None:
+        begin = time.perf_counter()
+        rows = list(_kv_behind(_together(encoder, layout), layout))
+        unfinished.keep(layout, rows, time.perf_counter() - begin)
+    return rows
 
 
 def _together(encoder: ChunkEncoder, layout: PromptLayout) -> BlendedCache:

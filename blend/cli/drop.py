@@ -18,7 +18,7 @@ from blend.limits import counted
 if TYPE_CHECKING:
     from blend.rag import Rag
 
-_OF_A_CORPUS = ("surrogate", "correction", "quality")
+_OF_A_CORPUS = ("surrogate", "correction", "quality", "fit")
 
 
 @click.command("drop")
@@ -100,4 +100,4 @@ def _remove_index(rag: Rag) -> None:
 def _is_of(artifact: str, corpus: str) -> bool:
     """Whether an artifact, of any model, is the corpus's: it is named by kind, namespace, and the corpus if it has a name."""
     kind, *names = artifact.split("-", 2)
-    return kind in _OF_A_CORPUS and "".join(names[1:]) == corpus
+    return kind.partition("_")[0] in _OF_A_CORPUS and "".join(names[1:]) == corpus

@@ -50,6 +50,7 @@ _STAGES = {
     "embed": StageWords("Embedding chunks", "chunks"),
     "encode": StageWords("Computing caches", "tokens"),
     "calibrate": StageWords("Measuring the KV correction", "tokens"),
+    "solve": StageWords("Fitting the KV correction", "layers"),
     "questions": StageWords("Fitting estimates of quality", "questions"),
 }
 _FETCHES = {
