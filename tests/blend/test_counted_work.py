@@ -1,6 +1,7 @@
 """No work on rows that are not needed, counted through the model's linear layers; no copy of the cache, no mask in memory."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -103,6 +104,17 @@ def test_decoding_runs_one_row_a_token_and_never_copies_the_cache(name):
         greedy(blend, 16)
     assert [tensor.data_ptr() for pair in views(blend.cache) for tensor in pair] == buffers
     assert all(seen == [1] * 15 for seen in counts.values())
+
+
+def test_decoding_past_the_room_moves_the_cache_rarely():
+    blend = filled(decoder("llama"), LAYOUT, SELECTORS["hkvd"]).prefill(LAYOUT, room=0)
+    places = list[tuple[int, ...]]()
+    for _ in range(60):
+        blend.append(torch.tensor([[3]]))
+        places.append(tuple(tensor.data_ptr() for pair in views(blend.cache) for tensor in pair))
+    assert blend.cache.get_seq_length() == LAYOUT.rows + 60
+    moves = sum(before != after for before, after in pairwise(places))
+    assert moves <= 2, "each time it grows by half"
 
 
 class _Sizes(TorchDispatchMode):

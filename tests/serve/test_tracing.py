@@ -1,8 +1,10 @@
 """Spans of requests: five below each, one after another, and nobody's text in them."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -12,7 +14,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from served import CHAT, Served
 
-from blend.serve.http.tracing import Tracing, is_wanted
+from blend.serve.events import Event
+from blend.serve.http.submission import EventChannel
+from blend.serve.http.tracing import LogEntry, Tracing, is_wanted
 
 ASKED = {"messages": [{"role": "user", "content": "Which secret has the harbour?"}], "max_tokens": 6}
 PARTS = ["receive", "queue", "load", "prefill", "decode"]
@@ -47,6 +51,36 @@ def test_a_request_and_its_parts(traced: tuple[Served, InMemorySpanExporter], st
     assert told["kvblend.request"] == answered.headers["x-request-id"]
     assert f"{whole.context.trace_id:032x}" in PARENT, "part of the client's trace"
     assert whole.resource.attributes["service.name"] == "kvblend"
+
+
+def test_spans_end_with_the_answer_however_late_it_is_read(
+    traced: tuple[Served, InMemorySpanExporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, spans = traced
+    collect, read_at = EventChannel.collect, list[int]()
+
+    async def late(channel: EventChannel) -> list[Event]:
+        events = await collect(channel)
+        await asyncio.sleep(0.05)
+        read_at.append(time.time_ns())
+        return events
+
+    monkeypatch.setattr(EventChannel, "collect", late)
+    assert post(served).status_code == 200
+    *inside, whole = spans.get_finished_spans()
+    assert whole.end_time == inside[-1].end_time < read_at[0]
+
+
+def test_no_part_ends_after_its_request() -> None:
+    """What has no figures has been received and has waited in the queue."""
+    spans, now = InMemorySpanExporter(), time.monotonic()
+    entry = LogEntry("id", begun=now - 9, accepted=now - 8, ended=now - 5, outcome="cancelled")
+    Tracing(SimpleSpanProcessor(spans)).record(entry, {})
+    received, waited, whole = spans.get_finished_spans()
+    assert [span.name for span in (received, waited)] == ["receive", "queue"]
+    assert whole.end_time - whole.start_time == pytest.approx(4e9, abs=1e3)
+    assert waited.end_time == whole.end_time
+    assert received.end_time - whole.start_time == pytest.approx(1e9, abs=1e3)
 
 
 def test_nobodys_text_is_in_them(traced: tuple[Served, InMemorySpanExporter]) -> None:

