@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from blend.answers import Answer, FullAnswer
     from blend.rag import Rag
 
+LONGEST_QUESTION = 1_000_000  # characters
+
 
 @click.command("answer", cls=options.Command)
 @click.argument("question", type=TEXT)
@@ -58,15 +60,17 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
 
 
 def _typed() -> str:
-    """The text on standard input."""
+    """The text on standard input, which may never end: no more is read than a question may have."""
     if sys.stdin is None:
         raise click.UsageError("there is no standard input to read the question from")
     if sys.stdin.isatty():
         note("Type the question, then Ctrl-D:")
     try:
-        typed = sys.stdin.read()
+        typed = sys.stdin.read(LONGEST_QUESTION + 1)
     except (UnicodeDecodeError, OSError) as error:
         raise click.UsageError(f"the question on standard input cannot be read ({error})") from None
+    if len(typed) > LONGEST_QUESTION:
+        raise click.UsageError(f"the question on standard input has more than {LONGEST_QUESTION:,} characters")
     if not is_text(typed):
         raise click.UsageError("the question on standard input is not UTF-8 text")
     return typed

@@ -1,12 +1,13 @@
 """Text, paths and questions in bytes that are not UTF-8, standard streams that are closed, and input that never ends."""
 
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-from blend_process import record
+from blend_process import one_line, record
 from places import PYTHONPATH
 
 from blend.cli.questions import read_questions
@@ -17,6 +18,35 @@ ODD = os.fsdecode(b"caf\xe9 \xff")
 def test_a_question_on_standard_input_that_is_not_utf8(filled):
     refused = filled("answer", "-", stdin=ODD).refused(2)
     assert "the question on standard input cannot be read ('utf-8' codec" in refused
+
+
+def test_a_question_with_nuls_is_answered(filled):
+    question = "When\0did\0it open?"
+    assert filled.done("answer", "-", "--json", "--max-new-tokens", "2", stdin=question).json["question"] == question
+
+
+class Endless(io.StringIO):
+    """Writes as much as is asked for, as a device does."""
+
+    def read(self, size: int | None = -1) -> str:
+        assert size is not None
+        assert size >= 0, "this would take all memory"
+        return "x" * size
+
+
+def test_a_question_that_never_ends(filled, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Endless())
+    assert "more than 1,000,000 characters" in filled.here("answer", "-").refused(2)
+
+
+def test_utf8_in_a_locale_that_is_not():
+    """The question is taken, and the option's value is told as it was typed."""
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "blend", "answer", "Wie groß?", "--selector", "größer"]
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, **plain}
+    result = subprocess.run(command, capture_output=True, env=env, check=False)
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert "unknown selector 'größer'" in one_line(result.stderr.decode("utf-8"))
 
 
 def test_a_store_and_a_dataset_whose_paths_are_not_utf8(blend, documents, tmp_path):
