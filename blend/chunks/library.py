@@ -198,7 +198,12 @@ class ChunkLibrary:
 
     def words(self, kind: CacheKind) -> dict[str, str]:
         """A description of these caches, for the store."""
-        words = {"model": self.decoder.name, "dtype": self.decoder.kept_as, "prefix_tokens": str(len(self.prefix))}
+        words = {
+            "model": self.decoder.name,
+            "weights": self.isolated.identity.model[:16],
+            "dtype": self.decoder.kept_as,
+            "prefix_tokens": str(len(self.prefix)),
+        }
         if kind is CacheKind.CONTEXTUAL:
             words["contextual"] = "surrogate context"
         return words

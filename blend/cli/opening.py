@@ -16,6 +16,9 @@ from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.store import open_store, read_precomputed, read_store_key
 from blend.store.addresses import root_of
+from blend.store.admin import note_of
+from blend.store.backend import SOURCES
+from blend.types import CacheKind
 from blend.weights import CATALOG, resolve_model
 from blend.weights.catalog import is_cached, require_on_hub
 from blend_retrieval import ChunkIndex, RetrievalError, load_embedder
@@ -141,7 +144,7 @@ def model_of(options: dict[str, Any]) -> str:
 
 
 def note_caveats(rag: Rag) -> None:
-    """Load the model, and note what is known against it: the store's caches are of other models, or it was never checked.
+    """Load the model, and note what is known against it: the store's caches do not fit it, or it was never checked.
 
     The catalog's models have their figures in the documentation.
     """
@@ -155,10 +158,41 @@ def note_caveats(rag: Rag) -> None:
                 f"{rag.root} was made with {made_with}: caches of {rag.model} in {decoder.kept_as} are computed anew where "
                 "needed; --model and --dtype name others"
             )
+        elif line := misfit(rag):
+            note(line)
     from blend.checked import first_warning
 
     if rag.model not in CATALOG and (line := first_warning(decoder)):
         note(line)
+
+
+def misfit(rag: Rag) -> str:
+    """Why no cache of the corpus fits, though the model's name and dtype are the same; empty if they fit, or there are none.
+
+    Raises `StoreError`.
+    """
+    library = rag.blender.library(rag.template.prefix)
+    notes = [note_of(name) for name in rag.store.backend.names(SOURCES)]
+    namespaces = {namespace for corpus, namespace in notes if corpus == rag.corpus_config.name}
+    described = rag.store.namespaces()
+    now = library.words(CacheKind.ISOLATED)
+    before = [described[name] for name in sorted(namespaces) if described.get(name, {}).get("model") == now["model"]]
+    before = [words for words in before if words.get("dtype") == now["dtype"]]
+    if not before or library.isolated.identity.namespace in namespaces:
+        return ""
+    made_for = next((words for words in before if words.get("weights") == now["weights"]), before[-1])
+    weights = f"other weights of {now['model']}, or another --weights"
+    prefix = f"another prompt prefix ({made_for.get('prefix_tokens')} tokens, now {now['prefix_tokens']})"
+    if "weights" not in made_for:  # earlier versions did not say
+        reason = f"{weights}, or {prefix}"
+    elif made_for["weights"] == now["weights"]:
+        reason = f"{prefix}: the chat template or the system text is another one"
+    else:
+        reason = weights
+    return (
+        f"no cache of {rag.root} fits, they are of {reason}; chunks are computed where needed, `blend precompute` with the "
+        "corpus's documents computes all"
+    )
 
 
 def note_no_estimates(rag: Rag) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 10.0
 DRAWN_AFTER_S = 2.0
 _FORESEEABLE = 50  # the first of so many parts includes one-time work, and predicts nothing about the others
-_WIDTHS = (30, 12)  # of a bar, in columns
+_LAYOUTS = ((30, True), (12, True), (12, False), (6, False))  # width of the bar in columns; whether the rate is shown
 
 
 class StageWords(NamedTuple):
@@ -100,7 +100,7 @@ class Stage:
         if not self.words.unit:
             all_figures = few_figures = seconds(max(1, round(self.elapsed_s)))
         room = options.max_width - cell_len(words) - 1
-        layouts = [*((width, all_figures) for width in _WIDTHS), (_WIDTHS[-1], few_figures)]
+        layouts = [(width, all_figures if shows_rate else few_figures) for width, shows_rate in _LAYOUTS]
         fitting = [(width, figures) for width, figures in layouts if width + 1 + len(figures) <= room]
         width, figures = fitting[0] if fitting else (0, few_figures)
         total = self.total if self.words.unit else 0

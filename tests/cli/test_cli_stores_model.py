@@ -1,5 +1,6 @@
 """Without --model and --embedder, commands take what the store was made with, and say so before they compute."""
 
+import json
 import shutil
 import signal
 from importlib.util import find_spec
@@ -79,6 +80,57 @@ def test_caches_of_another_dtype_are_named_before_they_are_computed(filled, docu
     made = f"{filled.store} was made with {filled.model} in float32"
     assert line.startswith(f"{made}: caches of {filled.model} in float16")
     assert not notes_on(filled(*call).err, "computed anew")
+
+
+def replaced(filled, save_model, **options):
+    """The command line whose model's folder holds another one under the same name."""
+    shutil.copytree(filled.model, filled.folder / "replaced")
+    for path in (filled.store / "kv" / "namespaces").iterdir():
+        path.write_text(path.read_text().replace(str(filled.model), str(filled.folder / "replaced")))
+    filled.model = filled.folder / "replaced"
+    shutil.copytree(save_model("after", **options), filled.model, dirs_exist_ok=True)
+    return filled
+
+
+@pytest.mark.parametrize("command", ["answer", "report"])
+def test_caches_of_other_weights_are_named(filled, save_model, command):
+    changed = replaced(filled, save_model, seed=7)
+    call = ANSWER if command == "answer" else ("report", "--limit", "1", "--max-new-tokens", "2")
+    (line,) = notes_on(changed(*call).err, "fits")
+    assert line.startswith(f"no cache of {filled.store} fits, they are of other weights of {filled.model}, or another")
+    assert "prompt prefix" not in line
+    assert "`blend precompute`" in line
+    assert notes_on(changed(*call).err, "fits") == [line], "until they are computed"
+
+
+def test_caches_behind_another_prompt_prefix_are_named(filled, save_model, documents):
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] }} says:\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    changed = replaced(filled, save_model, template=template)
+    (line,) = notes_on(changed.answer().err, "fits")
+    assert "they are of another prompt prefix (" in line
+    assert "weights" not in line
+    changed.precompute(documents)
+    again = changed.answer()
+    assert not notes_on(again.err, "fits")
+    assert all(chunk["hit"] for chunk in again.json["chunks"])
+
+
+def test_a_store_of_an_earlier_version_says_what_may_differ(filled, save_model):
+    changed = replaced(filled, save_model, seed=7)
+    for path in (filled.store / "kv" / "namespaces").iterdir():
+        words = json.loads(path.read_text())
+        assert words.pop("weights")
+        path.write_text(json.dumps(words))
+    (line,) = notes_on(changed.answer().err, "fits")
+    assert "other weights" in line
+    assert "another prompt prefix" in line
+
+
+def test_caches_that_fit_are_no_matter(filled, documents):
+    """Nor are a new corpus in the same store, and a store that was cleared."""
+    assert not notes_on(filled.precompute(documents / "quarry.md", "--corpus", "b").err, "fits")
+    filled.done("store", "clear", "--yes")
+    assert not notes_on(filled.answer().err, "fits")
 
 
 def test_a_model_that_has_moved_is_asked_for(unnamed, model, tmp_path):
