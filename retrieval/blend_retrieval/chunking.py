@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 
 from blend_retrieval.document import Document, Heading, clean_title
 from blend_retrieval.errors import ChunkingError
-from blend_retrieval.headings import markdown_headings
+from blend_retrieval.headings import headings_in
 
 TINY_SHARE = 8  # a passage below an eighth of the limit joins any neighbour it fits with
 GLANCE = 40  # characters a token; no text is that dense
@@ -282,10 +282,9 @@ def divide_in_steps(
         return composer.tiny(left) or composer.tiny(right)
 
     headings: list[Heading] = []
-    if document.markup == "markdown":
-        for heading in islice(markdown_headings(document.text), MOST_HEADINGS):
-            headings.append(heading)
-            yield
+    for heading in islice(headings_in(document.text, document.markup), MOST_HEADINGS):
+        headings.append(heading)
+        yield
     composer = PassageComposer(document, headings, measure, max_tokens)
     regions: list[Region] = []
     for section in composer.sections():

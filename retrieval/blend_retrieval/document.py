@@ -35,8 +35,12 @@ def valid_name(name: str) -> str:
     return normalize("NFC", name.encode("utf-8", "backslashreplace").decode())
 
 
-Markup = Literal["markdown", "plain"]
-"""Whether a text has the headings of Markdown, or is plain, where a `#` may be a comment and a ruler a table's."""
+Markup = Literal["markdown", "marked", "plain", "code"]
+"""How a text marks headings.
+
+`markdown`: as CommonMark does. `marked`: only by lines that start with one to six `#` and a blank, as the PDF reader writes
+them. `plain`: by rulers and numbers that are unmistakable, because a `#` may be a comment, and a ruler a table's. `code`: not.
+"""
 
 MAX_HEADING = 160  # characters; to Markdown even a paragraph over a ruler is a heading
 

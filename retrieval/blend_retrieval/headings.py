@@ -1,4 +1,4 @@
-"""Finds the headings of Markdown, by the CommonMark specification. Plain text has none: its comments look like headings."""
+"""Finds the headings of a text: of Markdown by the CommonMark specification, of plain text where they are unmistakable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from blend_retrieval.document import MAX_HEADING, Heading, clean_title
+from blend_retrieval.document import MAX_HEADING, Heading, Markup, clean_title
+from blend_retrieval.plain_headings import plain_headings
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
 STRETCH = 1 << 18  # characters parsed at a time; the parser's result takes a hundred times the text's memory
 _MARK = re.compile(r"#|[\r\n] {0,3}(?:=+|-+)[ \t]*(?:[\r\n]|\Z)")
 _NEWLINE = re.compile(r"\r\n?|\n")
+
+
+_MARKED = re.compile(r"^(#{1,6}) +(.+)\n?", re.MULTILINE)
+
+
+def headings_in(text: str, markup: Markup) -> Iterator[Heading]:
+    """Headings in order, as this kind of text marks them."""
+    if markup == "markdown":
+        return markdown_headings(text)
+    if markup == "marked":
+        return _marked_headings(text)
+    return plain_headings(text) if markup == "plain" else iter(())
+
+
+def _marked_headings(text: str) -> Iterator[Heading]:
+    for line in _MARKED.finditer(text):
+        words = clean_title(line[2])
+        if 0 < len(words) <= MAX_HEADING:
+            yield Heading(len(line[1]), words, line.start(), line.end())
 
 
 def markdown_headings(text: str) -> Iterator[Heading]:

@@ -32,10 +32,10 @@ _READERS = {  # module and function
     ".xlsm": "office:read_xlsx",
     ".epub": "epub:read_epub",
     ".eml": "mail:read_eml",
-    ".log": "text:read_text",
+    ".log": "text:read_code",
 }
 KINDS = f"{' '.join(_READERS)}, and source code"
-_READERS |= {f".{kind}": "text:read_text" for kind in _SOURCE_CODE.split()}
+_READERS |= {f".{kind}": "text:read_code" for kind in _SOURCE_CODE.split()}
 SUFFIXES = tuple(_READERS)
 
 

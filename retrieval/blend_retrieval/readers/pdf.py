@@ -1,4 +1,4 @@
-"""PDF text through PDFium, page by page, with filled form fields. Pages without text are reported."""
+"""PDF text through PDFium, page by page, with headings and filled form fields. Pages without text are reported."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
+from blend_retrieval.readers.pdf_headings import Entry, with_headings
 from blend_retrieval.readers.pdf_layout import Piece, page_text
 
 if TYPE_CHECKING:
@@ -34,10 +35,14 @@ _RAISED = 0.3  # line heights
 _PICTURE_SHARE, _CAPTION = 0.5, 50  # a picture of half the page beside fewer characters is a scan
 
 
-class _Page(NamedTuple):
-    """The text of a page, and what is wrong with it, or ""."""
+_XYZ = 3  # numbers of a place on a page: x, y and zoom
+_MOST_ENTRIES = 10_000  # of an outline
 
-    text: str
+
+class _Page(NamedTuple):
+    """The pieces of text on a page, and what is wrong with it, or ""."""
+
+    pieces: list[Piece]
     fault: str = ""
 
 
@@ -52,6 +57,7 @@ def read_pdf(data: bytes, title: str) -> Parts:
             raise UnreadableError(_reason(error.err_code)) from None
         try:
             document.init_forms()
+            outline = list(_outline(document))
             pages = [_read_page(document, number) for number in range(len(document))]
             named = document.get_metadata_value("Title").strip()
             attachments = map(document.get_attachment, range(document.count_attachments()))
@@ -60,11 +66,12 @@ def read_pdf(data: bytes, title: str) -> Parts:
             document.close()
     numbered = enumerate(pages, 1)
     faults = [Fault(f"page {number}", page.fault) for number, page in numbered if page.fault]
-    text = "\n\n".join(page.text for page in pages if page.text)
+    marked = with_headings([page.pieces for page in pages], outline)
+    text = "\n\n".join(filter(None, map(page_text, marked)))
     if not text:
         raise UnreadableError(faults[0].reason if faults else _EMPTY)
     faults += [Fault(f"attachment {name}", "is not read") for name in names]
-    text_document = Part("", named or title, _undivided(text), "plain")
+    text_document = Part("", named or title, _undivided(text), "marked")
     return [text_document, *faults]
 
 
@@ -94,28 +101,45 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
     try:
         page = document[number]
     except pypdfium2.PdfiumError:
-        return _Page("", _DAMAGED)
+        return _Page([], _DAMAGED)
     # Draws filled fields and notes into the page, which shows them when it is loaded again.
     if pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
         page.close()
         page = document[number]
     try:
-        glyphs = list(_glyphs(page.get_textpage()))
+        text = page.get_textpage()
+        glyphs = list(_glyphs(text))
         if sum(glyph.unknown for glyph in glyphs) > _UNKNOWN_SHARE * len(glyphs):
-            return _Page("", _NAMELESS)
-        text = page_text(list(_pieces(glyphs)))
-        return _Page(text, _SCAN if _is_scan(page, text) else "")
+            return _Page([], _NAMELESS)
+        pieces = list(_pieces(glyphs, text))
+        return _Page(pieces, _SCAN if _is_scan(page, pieces) else "")
     finally:
         page.close()
 
 
-def _is_scan(page: PdfPage, text: str) -> bool:
+def _outline(document: PdfDocument) -> Iterator[Entry]:
+    """The entries of a document's outline that lead to one of its pages."""
+    import pypdfium2
+
+    try:
+        for bookmark in islice(document.get_toc(), _MOST_ENTRIES):
+            target = bookmark.get_dest()
+            page = target.get_index() if target else None
+            if page is not None:
+                _, view = target.get_view()
+                top = view[1] if len(view) == _XYZ else None
+                yield Entry(bookmark.level, bookmark.get_title(), page, top)
+    except pypdfium2.PdfiumError:  # a damaged outline; the text has its own headings
+        return
+
+
+def _is_scan(page: PdfPage, pieces: Sequence[Piece]) -> bool:
     """Whether a page shows something, but hardly any text."""
     import pypdfium2.raw as pdfium
 
-    if not text:
+    if not pieces:
         return next(page.get_objects(), None) is not None
-    if len(text) > _CAPTION:
+    if sum(len(piece.text) for piece in pieces) > _CAPTION:
         return False
     least = _PICTURE_SHARE * math.prod(page.get_size())
     pictures = page.get_objects(filter=[pdfium.FPDF_PAGEOBJ_IMAGE])
@@ -130,6 +154,7 @@ def _area(picture: PdfObject) -> float:
 class _Glyph(NamedTuple):
     """A character and its place. unknown: whether its font does not say which character it shows."""
 
+    number: int
     sign: str
     unknown: bool
     left: float
@@ -157,20 +182,20 @@ def _glyphs(text: PdfTextPage) -> Iterator[_Glyph]:
     angles = [pdfium.FPDFText_GetCharAngle(text.raw, place) for place in sample]
     turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
     quarters = turns.most_common(1)[0][0] if turns else 0
-    for place in range(count):
-        pdfium.FPDFText_GetLooseCharBox(text.raw, place, reference)
-        sign = chr(pdfium.FPDFText_GetUnicode(text.raw, place))
-        is_unmapped = pdfium.FPDFText_HasUnicodeMapError(text.raw, place) == 1
+    for number in range(count):
+        pdfium.FPDFText_GetLooseCharBox(text.raw, number, reference)
+        sign = chr(pdfium.FPDFText_GetUnicode(text.raw, number))
+        is_unmapped = pdfium.FPDFText_HasUnicodeMapError(text.raw, number) == 1
         unknown = is_unmapped or bool(_NO_CHARACTER.match(sign))
-        yield _Glyph(sign, unknown, *_upright(box, quarters))
+        yield _Glyph(number, sign, unknown, *_upright(box, quarters))
 
 
-def _pieces(glyphs: Iterable[_Glyph]) -> Iterator[Piece]:
+def _pieces(glyphs: Iterable[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
     """Stretches of characters without a gap."""
     stretch: list[_Glyph] = []
     for glyph in glyphs:
         if stretch and _is_apart(stretch[-1], glyph):
-            yield _piece(stretch)
+            yield _piece(stretch, text)
             stretch = []
         if _NO_CHARACTER.match(glyph.sign):
             continue
@@ -180,7 +205,7 @@ def _pieces(glyphs: Iterable[_Glyph]) -> Iterator[Piece]:
             last = stretch.pop()
             stretch.append(last._replace(sign=f"{last.sign.rstrip()} "))
     if stretch:
-        yield _piece(stretch)
+        yield _piece(stretch, text)
 
 
 def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
@@ -192,7 +217,7 @@ def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
     return gap > _GAP * height or overlap < 0
 
 
-def _piece(stretch: Sequence[_Glyph]) -> Piece:
+def _piece(stretch: Sequence[_Glyph], text: PdfTextPage) -> Piece:
     signs = [stretch[0].sign]
     for last, glyph in pairwise(stretch):
         rise = glyph.bottom - last.bottom
@@ -200,5 +225,23 @@ def _piece(stretch: Sequence[_Glyph]) -> Piece:
         if is_raised and last.sign.isdigit() and glyph.sign[0] in "-−0123456789":
             signs.append("^")  # a power
         signs.append(glyph.sign)
-    _, _, lefts, bottoms, rights, tops = zip(*stretch, strict=True)
-    return Piece(text="".join(signs).strip(), left=min(lefts), bottom=min(bottoms), right=max(rights), top=max(tops))
+    middle = stretch[len(stretch) // 2]
+    _, _, _, lefts, bottoms, rights, tops = zip(*stretch, strict=True)
+    return Piece(
+        text="".join(signs).strip(),
+        left=min(lefts),
+        bottom=min(bottoms),
+        right=max(rights),
+        top=max(tops),
+        size=_size(text, middle.number),
+    )
+
+
+def _size(text: PdfTextPage, number: int) -> float:
+    """The size of a character in points: its font's, scaled as the page scales it."""
+    import pypdfium2.raw as pdfium
+
+    matrix = pdfium.FS_MATRIX()
+    pdfium.FPDFText_GetMatrix(text.raw, number, ctypes.byref(matrix))
+    size = pdfium.FPDFText_GetFontSize(text.raw, number)
+    return round(float(size) * math.hypot(matrix.c, matrix.d), 1)

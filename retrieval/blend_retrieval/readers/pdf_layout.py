@@ -7,14 +7,16 @@ on every side of a gap go on in the middle of a sentence; otherwise it is a tabl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, product
 from statistics import mean
 from typing import NamedTuple
 
 from blend_retrieval.readers.tables import markdown_table
 
+HEADING = re.compile(r"#{1,6} ")  # at the start of a line
 _MARKER = re.compile(r"[^\w\s]{1,2}|\(?\w{1,3}[.)]")  # of a list item
+_NUMBER = re.compile(r"[\dA-Z.]{1,8}")  # of a heading
 _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]")
 _SPELLED = str.maketrans(
     {
@@ -44,13 +46,15 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A stretch of text on one line, and its place in points; y grows upwards."""
+    """A stretch of text on one line, its place and size in points; y grows upwards. level: of a heading, or 0."""
 
     text: str
     left: float
     bottom: float
     right: float
     top: float
+    size: float = 0.0
+    level: int = 0
 
     @property
     def height(self) -> float:
@@ -67,9 +71,11 @@ Row = list[Piece]
 
 
 def page_text(pieces: Sequence[Piece]) -> str:
-    """The text of a page, in reading order."""
+    """The text of a page, in reading order. A line after a `#` is a heading."""
     rows = [_with_markers(row) for row in _rows(pieces)]
-    return "\n".join(_blocks(rows)).translate(_SPELLED).strip()
+    lines = "\n".join(_blocks(rows)).split("\n")
+    text = "\n".join(_with_headings_apart(lines))
+    return text.translate(_SPELLED).strip("\n")
 
 
 def _rows(pieces: Sequence[Piece]) -> list[Row]:
@@ -92,6 +98,29 @@ def _with_markers(row: Row) -> Row:
     marker, item = row[:2]
     marked = item._replace(text=f"{marker.text} {item.text}", left=marker.left)
     return [marked, *row[2:]]
+
+
+def _with_headings_apart(lines: Iterable[str]) -> Iterator[str]:
+    """The lines with a blank one around each heading; the lines of one heading become one."""
+    heading = ""
+    above = ""
+    for line in lines:
+        mark = HEADING.match(line)
+        if heading and mark and heading.startswith(mark[0]):
+            heading += line[mark.end() - 1 :]
+            continue
+        if heading:
+            yield heading
+            if line:
+                yield ""
+        heading = line if mark else ""
+        if mark and above:
+            yield ""
+        if not mark:
+            yield line
+        above = line
+    if heading:
+        yield heading
 
 
 class _Block(NamedTuple):
@@ -202,14 +231,15 @@ def _column(piece: Piece, gutters: list[Span]) -> int | None:
 
 
 def _block_text(block: _Block) -> str:
-    text = "\n".join(map(_line, block.rows))
+    text = "\n".join(map(_marked_line, block.rows))
     if not block.gutters:
         return text
-    columns = [_cells(block, number) for number in range(len(block.gutters) + 1)]
+    column_rows = [_column_rows(block, number) for number in range(len(block.gutters) + 1)]
+    columns = [list(map(_line, rows)) for rows in column_rows]
     if len(columns) <= _MOST_PROSE and all(map(_is_prose, columns)):
         if _right_to_left(text):
-            columns.reverse()
-        lines = chain.from_iterable(columns)
+            column_rows.reverse()
+        lines = map(_marked_line, chain.from_iterable(column_rows))
         return "\n".join(filter(None, lines))
     divided_rows = sum(len(row) > 1 for row in block.rows)
     if 2 * divided_rows < len(block.rows) or any(map(_is_running, columns)):
@@ -217,13 +247,18 @@ def _block_text(block: _Block) -> str:
     return markdown_table(zip(*columns, strict=True)) + "\n"
 
 
-def _cells(block: _Block, column: int) -> list[str]:
-    """The text of each row in a column."""
-    cells = []
-    for row in block.rows:
-        pieces = [piece for piece in row if _column(piece, block.gutters) == column]
-        cells.append(_line(pieces))
-    return cells
+def _column_rows(block: _Block, column: int) -> list[Row]:
+    """The pieces of each row in a column."""
+    return [[piece for piece in row if _column(piece, block.gutters) == column] for row in block.rows]
+
+
+def _marked_line(row: Row) -> str:
+    """The text of a row: a heading after a `#` for each level; other text after a `#` is indented."""
+    line = _line(row)
+    is_one_line = len(row) == 1 or (len(row) == 2 and _NUMBER.fullmatch(row[0].text))
+    if is_one_line and all(piece.level for piece in row):
+        return f"{'#' * row[0].level} {line}"
+    return f" {line}" if HEADING.match(line) else line
 
 
 def _line(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Markdown and plain text."""
+"""Markdown, plain text and source code."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def read_text(data: bytes, title: str) -> Parts:
     text, note = decode(data)
     document = Part("", title, text, "plain")
     return [document, *notes(note)]
+
+
+def read_code(data: bytes, title: str) -> Parts:
+    """Read source code or a log, whose comments and rulers are no headings."""
+    parts = read_text(data, title)
+    return [part._replace(markup="code") if isinstance(part, Part) else part for part in parts]
 
 
 def read_markdown(data: bytes, title: str) -> Parts:
