@@ -152,6 +152,31 @@ def test_both_ways_side_by_side(visit):
     assert (computed, reused) == (rows, [])
 
 
+def test_a_comparison_shows_its_own_measurement_alone_also_after_a_reload(visit):
+    """One of what was not blended claims no speed."""
+    visitor = visit().options(compare=True)
+    full, short = {"method": "full", "rows_computed": 400, "ttft_s": 0.25}, {"method": "full", "reason": "short"}
+    visitor.play(
+        ("One.", {"full_estimated_s": 1.4}), ("One.", full), ("One.", short), ("One.", {**full, "ttft_s": 0.2})
+    )
+    turn = visitor.answered("How many?")
+    verdict, times = turn.locator(".verdict"), turn.locator(".times summary").first
+    expect(verdict).to_contain_text("2.5 times as fast")
+    measured = "2.5 times as fast as full prefill, measured"
+    expect(times).to_contain_text(measured)
+    said = turn.text_content()
+    assert "estimated" not in said
+    assert "1.40 s" not in said
+    before = verdict.inner_text()
+    other = visitor.answered("How many?")
+    expect(other.locator(".verdict")).to_contain_text("Nothing was blended")
+    expect(other.locator(".verdict")).not_to_contain_text("times as")
+    visitor.page.reload()
+    expect(visitor.page.get_by_label("Compare with full prefill")).to_be_checked()
+    expect(verdict).to_have_text(before)
+    expect(times).to_contain_text(measured)
+
+
 def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quality_was_asked_for(visit):
     visitor = visit()
     quality = {"quality": {"kl": 0.0123, "target": 0.05, "flips": None, "ratio": 0.05}}
@@ -176,6 +201,56 @@ def test_an_answer_is_copied_as_the_model_wrote_it(visit):
     turn.get_by_role("button", name="Copy").click()
     expect(turn.get_by_role("button", name="Copied")).to_be_visible()
     assert visitor.page.evaluate("navigator.clipboard.readText()") == text
+
+
+def test_an_answer_is_copied_over_plain_http(visit):
+    """From another machine there is no clipboard to write to, but the browser copies. Pasted into the question it shows."""
+    visitor = visit()
+    visitor.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    visitor.play(("Use two of them.", {}))
+    visitor.answered("How many?").get_by_role("button", name="Copy").click()
+    question = visitor.page.get_by_label("Your question")
+    question.press("Control+v")
+    expect(question).to_have_value("Use two of them.")
+
+
+def test_a_long_question_is_folded(visit):
+    visitor = visit()
+    visitor.play(("Two.", {}))
+    pasted = "\n".join(f"Line {number} of the mill's book." for number in range(60)) + "\nHow many wheels?"
+    turn = visitor.answered(pasted)
+    question = turn.locator(".question")
+    expect(question).to_contain_text("Line 0 of")
+    expect(question).to_contain_text("How many wheels?")
+    expect(question).not_to_contain_text("Line 30 of")
+    button = turn.locator("button[aria-expanded]")
+    expect(button).to_have_attribute("aria-expanded", "false")
+    expect(button).to_have_text(f"Show the whole message, {len(pasted):,} characters")
+    button.click()
+    expect(button).to_have_attribute("aria-expanded", "true")
+    expect(question).to_contain_text("Line 30 of")
+    button.click()
+    expect(question).not_to_contain_text("Line 30 of")
+    assert visitor.sent[0]["messages"][0]["content"] == pasted, "the model reads all of it"
+
+
+def test_the_time_passes_while_a_prompt_is_read(visit):
+    visitor = visit()
+    visitor.page.route("**/chat/completions", lambda route: None)
+    turn = visitor.ask("How many?")
+    expect(turn.locator(".wait")).to_have_text("Reading the prompt… 2 s")
+    visitor.click("Stop")
+    expect(turn.locator(".wait")).to_have_count(0)
+
+
+def test_an_answer_that_cannot_be_regenerated_stays(visit):
+    visitor = visit(refused=True)
+    visitor.play(("Two wheels.", {}))
+    visitor.answered("How many?")
+    visitor.page.route("**/chat/completions", lambda route: route.abort())
+    visitor.click("Regenerate")
+    expect(visitor.page.locator("#trouble")).to_be_visible()
+    expect(visitor.page.locator(".turn .prose")).to_have_text(["Two wheels."])
 
 
 def test_a_regenerated_answer_takes_the_place_of_the_last(visit):
@@ -249,6 +324,24 @@ def test_a_reload_keeps_conversation_and_options(visit):
     first, second = (body["messages"] for body in visitor.sent)
     assert second[:1] == first
     assert [message["role"] for message in second] == ["user", "assistant", "user"]
+
+
+def test_a_reload_amid_an_answer_keeps_what_had_come(visit):
+    visitor = visit().options(tokens=2000)
+    turn = visitor.ask()
+    expect(turn.locator(".prose")).not_to_be_empty()
+    visitor.page.reload()
+    expect(turn.locator(".question")).to_contain_text("How many gates has the harbour?")
+    expect(turn.locator(".prose")).not_to_be_empty()
+    expect(turn.locator(".answer > .remark")).to_have_text("Stopped.")
+
+
+def test_what_another_version_of_the_page_kept_is_let_go(visit):
+    visitor = visit()
+    visitor.page.evaluate("sessionStorage.setItem('kvblend.conversation', '[{\"question\": 7}]')")
+    visitor.page.reload()
+    expect(visitor.page.locator("#welcome")).to_be_visible()
+    visitor.ready()
 
 
 def test_a_new_conversation_leaves_nothing_behind(visit):

@@ -61,6 +61,45 @@ def test_a_file_that_cannot_be_read_is_told(visit, tmp_path):
     assert "\n" not in told.first.inner_text()
 
 
+def test_an_upload_under_way_is_shown(visit, tmp_path):
+    """The upload is held back, then answered."""
+    visitor = visit()
+    uploads = []
+    visitor.page.route(
+        "**/v1/documents*", lambda route: uploads.append(route) if route.request.method == "POST" else route.continue_()
+    )
+    path = tmp_path / "foundry <b>bold.md"
+    path.write_text("# The foundry")
+    visitor.drop(path)
+    note = visitor.page.get_by_role("status").filter(has_text="Uploading foundry <b>bold.md")
+    expect(note).to_be_visible()
+    uploads[0].fulfill(status=202, json={"object": "list", "data": []})
+    expect(note).to_be_hidden()
+
+
+def test_a_poll_that_failed_is_not_the_last(visit):
+    """The listing is played to the page: under way, then a server that does not answer, then ready."""
+    visitor = visit(refused=True)
+    page, entries = visitor.page, visitor.documents()
+    expect(entries.filter(has_text="harbour")).to_be_visible()
+    mill = {"id": "mill.md", "file": "mill.md", "title": "The mill", "chunks": 0, "reason": None}
+    mill["progress"] = {"done": 100, "total": 200}
+    listings = iter([{**mill, "status": "computing"}, None, {**mill, "status": "ready", "chunks": 7}])
+
+    def play(route):
+        document = next(listings)
+        route.abort() if document is None else route.fulfill(json={"object": "list", "data": [document]})
+
+    page.route("**/v1/documents*", play)
+    page.evaluate("document.getElementById('corpus').dispatchEvent(new Event('change'))")
+    expect(entries.get_by_role("progressbar")).to_be_visible()
+    expect(entries).to_contain_text("being computed: 50 %")
+    trouble = page.locator("#document-trouble")
+    expect(trouble).to_contain_text("cannot be reached")
+    expect(entries).to_contain_text("7 passages")
+    expect(trouble).to_be_hidden()
+
+
 def test_a_key_is_asked_for_and_kept_for_this_tab_only(visit, locked_url):
     visitor = visit(locked_url, refused=True)
     page = visitor.page

@@ -40,6 +40,63 @@ def _check(visitor: Visitor) -> None:
     assert visitor.page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
+def test_on_a_small_screen_each_button_opens_what_it_names(visit):
+    page = visit(viewport=SMALL).page
+    documents, options = (page.get_by_role("button", name=name) for name in ("Documents", "Options"))
+    entries, field = page.get_by_role("list", name="Documents"), page.get_by_label("Passages to find")
+    documents.click()
+    expect(entries.get_by_role("listitem").first).to_be_in_viewport()
+    expect(field).to_be_hidden()
+    options.click()
+    expect(field).to_be_in_viewport()
+    expect(entries).to_be_hidden()
+    expect(options).to_have_attribute("aria-expanded", "true")
+    options.click()
+    expect(page.get_by_label("Your question")).to_be_visible()
+
+
+@pytest.mark.parametrize("viewport", [WIDE, SMALL], ids=["wide", "small"])
+def test_a_number_out_of_range_is_shown_and_not_sent(visit, viewport):
+    visitor = visit(viewport=viewport)
+    visitor.ready()
+    page, field = visitor.page, visitor.page.get_by_label("Passages to find")
+    if viewport is SMALL:
+        visitor.click("Options")
+    field.fill("0")
+    if viewport is SMALL:
+        visitor.click("Options")
+        expect(field).to_be_hidden()
+    page.get_by_label("Your question").fill("How many?")
+    visitor.click("Send")
+    expect(field).to_be_focused()
+    assert visitor.sent == []
+    expect(page.get_by_label("Your question")).to_have_value("How many?")
+
+
+def test_dark_is_dark_and_motion_is_spared(visit):
+    def brightness(visitor: Visitor) -> int:
+        colour = visitor.page.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
+        return int(sum(colour[:3]))
+
+    dark, light = visit(color_scheme="dark", reduced_motion="reduce"), visit(color_scheme="light")
+    assert brightness(dark) < 100 < 600 < brightness(light)
+    scrolling = "getComputedStyle(document.documentElement).scrollBehavior"
+    assert [visitor.page.evaluate(scrolling) for visitor in (dark, light)] == ["auto", "smooth"]
+
+
+def test_what_a_screen_reader_is_told(visit):
+    visitor = visit().options()
+    page = visitor.page
+    turn = visitor.answered()
+    expect(turn.locator(".spoken")).to_have_attribute("aria-live", "polite")
+    expect(turn.locator(".spoken")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#status")).to_have_text("Answer complete")
+    expect(page.locator("#status")).to_have_role("status")
+    for role, name in (("main", None), ("complementary", "Documents and options"), ("region", "Conversation")):
+        expect(page.get_by_role(role, name=name)).to_have_count(1)
+    assert page.title().startswith("kvblend")
+
+
 def test_a_model_that_is_loading_is_no_error(visit):
     """The server's answer while it loads is played to the page, then the server answers itself."""
     visitor = visit(refused=True)
