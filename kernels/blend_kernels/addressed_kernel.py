@@ -21,7 +21,7 @@ from blend_kernels.attention_launch import (
     softmax_scales,
     value_constants,
 )
-from blend_kernels.cache_addresses import AddressedRows
+from blend_kernels.cache_addresses import MOST_ALONE, AddressedRows
 from blend_kernels.tiles import Shape, Tile, best_tile, chunks, split_count
 
 # mypy: ignore-errors
@@ -144,8 +144,11 @@ def attend_addressed(
     o_req = tl.load(req_ptr + o_row, mask=m_line, other=-1).to(tl.int32)
 
     # the request of the tile, its cache, and this program's share of the keys; no request has no keys
-    m_own = (o_pos >= 0) & (o_req >= 0) & (o_req < n_requests)
-    i_req = tl.max(tl.where(m_own, o_req, -1), 0)
+    m_row = (o_pos >= 0) & (o_req >= 0) & (o_req < n_requests)
+    i_req = tl.max(tl.where(m_row, o_req, -1), 0)
+    m_own = m_row & (o_req == i_req)
+    # rows of a second request would read the cache of the first: they are NaN instead
+    m_foreign = m_row & (o_req != i_req)
     k_ptr, v_ptr, n_keys = cache_address(
         table_ptr, q_ptr,
         i_layer, i_req, i_head, n_requests,
@@ -157,7 +160,7 @@ def attend_addressed(
     o_out = (i_part * n_rows + o_row) * n_kv_heads * GROUP + o_head
     if SPLIT:  # noqa: SIM102 (a constant, which decides what is compiled)
         if i_from >= i_stop:
-            tl.store(lse_ptr + o_out, tl.full([M], float("-inf"), tl.float32), mask=m_line)
+            tl.store(lse_ptr + o_out, tl.where(m_foreign, float("nan"), float("-inf")), mask=m_line)
             return
 
     # [M, D]
@@ -173,9 +176,10 @@ def attend_addressed(
     )  # fmt: skip
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
+    b_sum = tl.where(m_foreign, float("nan"), b_sum)
     store_results(
         b_acc0, b_acc1, b_max, b_sum,
-        o_out, m_own, m_line,
+        o_out, m_row, m_line,
         out_ptr, lse_ptr,
         VALUE_DIM, V0, V1,
     )  # fmt: skip
@@ -183,8 +187,6 @@ def attend_addressed(
 
 # Elements of keys that one program writes.
 _ELEMENTS = 2048
-# Up to so many rows are computed each alone: they are the next tokens of several prompts.
-_MOST_ALONE = 16
 
 
 def launch_write(
@@ -199,8 +201,8 @@ def launch_write(
         keys,
         values,
         table,
-        positions,
-        request_of_row,
+        positions.contiguous(),
+        request_of_row.contiguous(),
         *keys.stride()[1:3],
         *values.stride()[1:3],
         layer,
@@ -263,7 +265,7 @@ def choose_tile(rows: AddressedRows, major: int) -> Tile:
 
 
 def _alone(rows: AddressedRows) -> bool:
-    return rows.q.shape[2] <= _MOST_ALONE
+    return rows.q.shape[2] <= MOST_ALONE
 
 
 def _span(rows: AddressedRows, tile: Tile) -> int:
@@ -287,8 +289,8 @@ def _launch(rows: AddressedRows, tile: Tile, splits: int, out: Tensor, lse: Tens
     attend_addressed[(_tiles(rows, tile) * shape.kv_heads, splits)](
         q,
         rows.table,
-        rows.positions,
-        rows.request_of_row,
+        rows.positions.contiguous(),
+        rows.request_of_row.contiguous(),
         sinks,
         out,
         lse,

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from blend_kernels.attention_plain import selective_attention_plain
 from blend_kernels.backend import Backend, choose_attention_backend
+from blend_kernels.checks import check_positions, check_queries, check_sinks, check_values, checked_rule
 from blend_kernels.positions import Positions
-from blend_kernels.work import Rule, Work, empty_results
+from blend_kernels.work import Work, empty_results
 
 
 def selective_attention(
@@ -40,13 +41,17 @@ def selective_attention(
         log-sum-exp of the visible scores (sinks included), fp32 `[batch, heads, rows]`.
 
     Raises:
-        ValueError: a backend that cannot compute this.
+        ValueError: wrong shapes, dtypes, devices or options, a last dimension that is not contiguous, an unknown backend or
+            one that cannot compute this. Positions that do not ascend or lie outside the keys, where plain torch runs on a
+            CPU; for kernels only with `KVBLEND_KERNEL_CHECKS=1`.
     """
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    rule = Rule(window, softcap, scale)
-    work = Work(q, k, v, positions, rule, sinks)
-    return attend(work, choose_attention_backend(backend, q, work.value_dim))
+    check_queries(q, k)
+    check_values(v, k)
+    check_sinks(sinks, q)
+    rule = checked_rule(window, softcap, scale, q.shape[3])
+    chosen = choose_attention_backend(backend, q, v.shape[3])
+    check_positions(positions, q, k.shape[2], chosen)
+    return attend(Work(q, k, v, positions, rule, sinks), chosen)
 
 
 def attend(work: Work, backend: Backend) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from blend_kernels.checks import check_kind, check_shape
 from blend_kernels.work import Rule
 
 # Rows of the table per layer: address of the keys, address of the values, capacity.
 _FIELDS = 3
+# Kernels read and write so many bytes at once.
+_ALIGNMENT = 16
+# Up to so many rows are computed each alone: they are the next tokens of several prompts.
+MOST_ALONE = 16
 
 
 class CacheShape(NamedTuple):
@@ -50,6 +55,7 @@ class CacheAddresses:
 
     Attributes:
         shapes: of the layers.
+        dtype: of the caches.
         table: int64 `[layers, 3, requests]` on the device, at one address forever: address of the keys, address of the
             values, capacity in rows. An unassigned request has capacity 0, so kernels leave its rows out.
         buffers: of each request the layers, on a CPU, where plain torch needs them.
@@ -57,6 +63,7 @@ class CacheAddresses:
 
     def __init__(self, requests: int, shapes: Sequence[CacheShape], device: torch.device, dtype: torch.dtype) -> None:
         self.shapes = tuple(shapes)
+        self.dtype = dtype
         self.buffers: list[list[LayerBuffers]] = []
         self._assigned: list[list[tuple[int, int, int]]] = []
         with torch.inference_mode(False):  # else a copy outside of inference mode would be refused
@@ -68,11 +75,18 @@ class CacheAddresses:
 
         One copy on the current stream, that of the kernels or graphs, for which the host does not wait. None if nothing has
         changed. Never call it while a graph is captured.
+
+        Raises:
+            ValueError: more caches than requests, or a layer of another shape, dtype or device, that is not contiguous, or
+                starts at no multiple of 16 bytes. Then all addresses stay as they were.
         """
         addresses = [[layer.address() for layer in layers] for layers in caches]
+        is_changed = self._assigned[: len(caches)] != addresses
+        if is_changed:
+            self._check(caches)
         if self.table.device.type == "cpu":
             self.buffers[: len(caches)] = [list(layers) for layers in caches]
-        if self._assigned[: len(caches)] == addresses:
+        if not is_changed:
             return
         self._assigned[: len(caches)] = addresses
         for request, layers in enumerate(addresses):
@@ -80,6 +94,36 @@ class CacheAddresses:
         # A fresh page-locked block for each copy: torch reuses one only after its copy, so the table may change at once.
         staged = self._on_host.pin_memory() if self.table.is_cuda else self._on_host
         self.table.copy_(staged, non_blocking=True)
+
+    def shape_of(self, layer: int) -> CacheShape:
+        """The shape of a layer; `ValueError` for one that there is not."""
+        if not 0 <= layer < len(self.shapes):
+            raise ValueError(f"layer must lie in [0, {len(self.shapes)}), got {layer}")
+        return self.shapes[layer]
+
+    def capacities(self, layer: int) -> Tensor:
+        """Rows of each request's cache, int64 `[requests]` on the host; 0 without a cache."""
+        return self._on_host[layer, _FIELDS - 1]
+
+    def _check(self, caches: Sequence[Sequence[LayerBuffers]]) -> None:
+        requests = self.table.shape[2]
+        if len(caches) > requests:
+            raise ValueError(f"there are addresses for {requests} caches, got {len(caches)}")
+        for layers in caches:
+            if len(layers) != len(self.shapes):
+                raise ValueError(f"a cache of {len(self.shapes)} layers is needed, got {len(layers)}")
+            for number, (buffers, shape) in enumerate(zip(layers, self.shapes, strict=True)):
+                capacity = buffers.keys.shape[2]
+                self._check_buffer(f"keys of layer {number}", buffers.keys, shape, capacity, shape.head_dim)
+                self._check_buffer(f"values of layer {number}", buffers.values, shape, capacity, shape.value_dim)
+
+    def _check_buffer(self, name: str, buffer: Tensor, shape: CacheShape, capacity: int, dim: int) -> None:
+        check_shape(name, buffer, (1, shape.kv_heads, capacity, dim))
+        check_kind(name, buffer, (self.dtype,), self.table.device)
+        if not buffer.is_contiguous():
+            raise ValueError(f"{name} must be a whole contiguous buffer, not a view of its rows in use")
+        if buffer.data_ptr() % _ALIGNMENT:
+            raise ValueError(f"{name} must start at a multiple of {_ALIGNMENT} bytes")
 
 
 class AddressedRows(NamedTuple):

@@ -98,6 +98,11 @@ class ChunkShape:
         return sum(part.heads * self._row_bytes(part.dim) for part in parts)
 
     @cached_property
+    def number_alignment(self) -> int:
+        """Bytes of which the address of a chunk's memory is a multiple: those of a number, or of a scale."""
+        return self.dtype.itemsize if self.packing == "plain" else torch.bfloat16.itemsize
+
+    @cached_property
     def number_dtype(self) -> torch.dtype:
         """Dtype of a chunk's keys and values in memory."""
         packed = {"int8": torch.int8, "int4": torch.uint8}
@@ -148,13 +153,20 @@ class ChunkKV:
             for "plain".
 
     Raises:
-        ValueError: the memory has another size.
+        ValueError: memory of another size or dtype, or not aligned to its numbers; no token, or more groups than tokens.
     """
 
     def __init__(self, shape: ChunkShape, tokens: int, memory: Tensor, groups: int = 1) -> None:
+        if tokens < 1:
+            raise ValueError(f"a chunk has at least one token, got {tokens}")
+        if not 1 <= groups <= tokens:
+            raise ValueError(f"a chunk of {tokens} tokens has 1 to {tokens} groups, got {groups}")
         needed = shape.nbytes(tokens, groups)
-        if memory.numel() != needed:
-            raise ValueError(f"a chunk of {tokens} tokens takes {needed} bytes, got {memory.numel()}")
+        if memory.dtype != torch.uint8 or memory.shape != (needed,) or not memory.is_contiguous():
+            kind = f"{memory.dtype} {list(memory.shape)}"
+            raise ValueError(f"a chunk of {tokens} tokens takes contiguous uint8 [{needed}], got {kind}")
+        if memory.data_ptr() % shape.number_alignment:
+            raise ValueError(f"a chunk's memory must start at a multiple of {shape.number_alignment} bytes")
         self.shape = shape
         self.tokens = tokens
         self.groups = groups

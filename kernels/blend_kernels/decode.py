@@ -8,6 +8,7 @@ from torch import Tensor
 from blend_kernels.attention import selective_attention
 from blend_kernels.attention_bfloat16 import pays_off
 from blend_kernels.attention_plain import attend_every_key, fuses
+from blend_kernels.checks import check_queries, check_values, checked_rule
 from blend_kernels.positions import Positions
 
 
@@ -28,7 +29,15 @@ def decode_attention(
 
     Returns:
         `[batch, heads, 1, value_dim]` in q's dtype.
+
+    Raises:
+        ValueError: more rows than one, or as `selective_attention`.
     """
+    check_queries(q, k)
+    check_values(v, k)
+    if q.shape[2] != 1:
+        raise ValueError(f"q must have one row, got {q.shape[2]}; use selective_attention")
+    rule = checked_rule(window, None, scale, q.shape[3])
     if pays_off(q, k) or not fuses(q, k, v):
         keys = k.shape[2]
         last = Positions(torch.arange(keys - 1, keys, device=k.device))
@@ -37,7 +46,5 @@ def decode_attention(
     if window is not None:
         k = k[:, :, -window:]
         v = v[:, :, -window:]
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    out, _ = attend_every_key(q, k, v, scale)
+    out, _ = attend_every_key(q, k, v, rule.scale)
     return out.flatten(1, 2)

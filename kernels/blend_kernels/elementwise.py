@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from blend_kernels.backend import Backend, choose_backend
+from blend_kernels.checks import FLOATS, check_kind, check_shape
 
 
 def rms_norm(
@@ -33,7 +34,13 @@ def rms_norm(
 
     Returns:
         Of the shape and dtype of `x`.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices, or a backend that cannot compute this.
     """
+    check_kind("x", x, FLOATS, x.device)
+    check_shape("weight", weight, x.shape[-1:])
+    check_kind("weight", weight, (x.dtype,), x.device)
     if choose_backend(backend, x) == "triton":
         from blend_kernels.elementwise_kernel import launch_rms_norm
 
@@ -57,7 +64,13 @@ def silu_mul(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> Ten
 
     Returns:
         Of the shape and dtype of `gate`.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices, or a backend that cannot compute this.
     """
+    check_kind("gate", gate, FLOATS, gate.device)
+    check_shape("up", up, gate.shape)
+    check_kind("up", up, (gate.dtype,), gate.device)
     if choose_backend(backend, gate) == "triton":
         from blend_kernels.elementwise_kernel import launch_silu_mul
 

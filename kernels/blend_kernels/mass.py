@@ -8,8 +8,9 @@ from torch import Tensor
 from blend_kernels.attention import attend
 from blend_kernels.attention_plain import capped_scores
 from blend_kernels.backend import Backend, choose_attention_backend
+from blend_kernels.checks import check_lse, check_positions, check_queries, check_sinks, checked_rule
 from blend_kernels.positions import Positions
-from blend_kernels.work import Rule, Work, join_sinks
+from blend_kernels.work import Work, join_sinks
 
 # Scores in memory at once, in elements: 16 MiB of fp32.
 MOST_SCORES = 1 << 22
@@ -49,15 +50,19 @@ def attention_mass(
         fp32 `[1, batch, heads, keys]`; with `peak` `[2, ...]`, the largest weights and those of the last row.
 
     Raises:
-        ValueError: as `selective_attention`.
+        ValueError: as `selective_attention`, and a wrong `lse`.
     """
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    rule = Rule(window, softcap, scale)
+    check_queries(q, k)
+    check_sinks(sinks, q)
+    if lse is not None:
+        check_lse(lse, q)
+    rule = checked_rule(window, softcap, scale, q.shape[3])
+    chosen = choose_attention_backend(backend, q, q.shape[3])
+    check_positions(positions, q, k.shape[2], chosen)
     work = Work(q, k, k, positions, rule, sinks)
     if q.numel() == 0:
         return work.empty_masses(peak).zero_()
-    if choose_attention_backend(backend, q, q.shape[3]) == "torch":
+    if chosen == "torch":
         return attention_mass_plain(work, lse, peak)
     from blend_kernels.mass_kernel import launch_mass
 

@@ -256,7 +256,7 @@ def launch_addressed_mass(rows: AddressedRows, lse: Tensor, most_keys: int, peak
         q,
         rows.table,
         lse,
-        rows.positions,
+        rows.positions.contiguous(),
         masses,
         *q.stride()[1:3],
         *lse.stride(),

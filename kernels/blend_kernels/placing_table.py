@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -44,7 +45,8 @@ class PlacingTable:
         stop: the row of the prompt behind the last place.
 
     Raises:
-        ValueError: rows outside their chunk or the prompt, overlapping places, or chunks in memory that the device cannot read.
+        ValueError: no chunk, chunks of several shapes, columns of another size or dtype, rows outside their chunk or the
+            prompt, overlapping places, or chunks in memory that the device cannot read.
     """
 
     def __init__(
@@ -65,13 +67,24 @@ class PlacingTable:
         self.rows = rows
         self.moved = moved
         self.absolute = absolute
+        _check_shapes(self.chunks)
         self.shape = shape or self.chunks[0].shape
+        self._check_columns()
         self.tokens = numbers_of("tokens", self.chunks)
         self.locations = numbers_of("location", self.chunks)
         _check_ranges(first, at, rows, self.tokens)
         _check_locations(self.locations, self.device)
         self.total_rows = int(rows.sum())
         self.stop = int((at + rows).max())
+
+    def _check_columns(self) -> None:
+        places = (len(self.chunks),)
+        for name in ("first", "at", "rows", "moved", "absolute"):
+            column = getattr(self, name)
+            dtype = "bool" if name == "absolute" else "int64"
+            if column.shape != places or column.dtype != dtype:
+                kind = f"{column.dtype} {list(column.shape)}"
+                raise ValueError(f"{name} must be {dtype} {list(places)}, one for each place, got {kind}")
 
     @cached_property
     def reads_host(self) -> bool:
@@ -144,6 +157,16 @@ class PlacingTable:
         table = torch.empty(size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         np.concatenate((places.ravel(), self.tiles.ravel()), out=table.numpy())
         return table.to(self.device, non_blocking=True)
+
+
+def _check_shapes(chunks: tuple[ChunkKV, ...]) -> None:
+    if not chunks:
+        raise ValueError("a table needs at least one chunk")
+    shapes = tuple(map(attrgetter("shape"), chunks))
+    # by identity first, without Python code for each chunk
+    distinct = dict(zip(map(id, shapes), shapes, strict=True))
+    if any(shape != shapes[0] for shape in distinct.values()):
+        raise ValueError("the chunks of a table must have one ChunkShape")
 
 
 def _check_ranges(first: Integers, at: Integers, rows: Integers, tokens: Integers) -> None:

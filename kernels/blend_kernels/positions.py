@@ -29,6 +29,11 @@ class Positions:
         ends: list[int] = self.values.tolist()
         return ends
 
+    @cached_property
+    def ascend(self) -> bool:
+        """Whether they are sorted."""
+        return self.ends == sorted(self.ends)
+
     def last(self, count: int) -> Positions:
         """The last of them, the same object in later calls."""
         rows = self.values.shape[0]

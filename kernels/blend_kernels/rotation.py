@@ -7,6 +7,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from blend_kernels.checks import FLOATS, check_kind, check_rows, check_shape, check_turn, check_written, share_memory
+
 Angles: TypeAlias = tuple[Tensor, Tensor]
 """Cosines and sines."""
 
@@ -90,9 +92,25 @@ def rotate_keys(k: Tensor, delta: Deltas, turn: Turn | None, out: Tensor | None 
 
     Returns:
         `out`.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or devices, or an `out` that shares memory with itself or with k: keys that rotate in
+            place would rotate again. Other tokens of the same cache are fine.
     """
+    if k.ndim < 2:
+        raise ValueError(f"k must be [..., tokens, head_dim], got {list(k.shape)}")
+    check_kind("k", k, FLOATS, k.device)
+    check_rows("delta", delta.values, k.shape[-2], k.device)
+    if turn is not None:
+        check_turn("turn", turn.inv_freq, turn.offset, k.shape[-1])
     if out is None:
         out = k.new_empty(k.shape)
+    else:
+        check_shape("out", out, k.shape)
+        check_kind("out", out, FLOATS, k.device)
+        check_written("out", out)
+        if share_memory(k, out):
+            raise ValueError("out shares memory with k; keys never rotate in place, so give another tensor")
     if turn is None:
         return out.copy_(k)
     layout = turn.layout

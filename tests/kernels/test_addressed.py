@@ -117,7 +117,6 @@ SHAPES = [
     *({"heads": 2, "dim": dim, "value_dim": value} for dim, value in ((192, 128), (48, 16), (16, 80))),
     *({"heads": 8, "dtype": dtype} for dtype in (torch.float16, torch.bfloat16)),
     *({"heads": heads, "kv_heads": kv_heads, "dim": 16} for heads, kv_heads in ((3, 3), (20, 1))),
-    {"heads": 4, "dim": 320},  # goes to torch
 ]
 RULES = [
     {},

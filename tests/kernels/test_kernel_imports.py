@@ -6,7 +6,7 @@ USE = "k = torch.randn(1, 1, 4, 8); p = blend_kernels.Positions(torch.arange(4))
 CALLS = {
     "selective_attention": "(k, k, k, p)",
     "attention_mass": "(k, k, p)",
-    "decode_attention": "(k, k, k)",
+    "decode_attention": "(k[:, :, -1:], k, k)",
     "rms_norm": "(k, torch.ones(8), 1e-6)",
     "silu_mul": "(k, k)",
 }
