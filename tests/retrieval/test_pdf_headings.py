@@ -184,15 +184,25 @@ def test_quotes_and_names_on_a_title_page_are_no_headings():
         ]
 
 
-REMARKS = [(13, 60, 640 - 24 * n, text) for n, text in enumerate((*SENTENCES, "Yours truly, Kim"))]
-POEM = [(13, 60, 640 - 24 * n, f"And the sea gives, and takes {n}") for n in range(12)]
+REMARKS = [(13, 60, 640 - 30 * n, text) for n, text in enumerate((*SENTENCES, "Yours truly, Kim"))]
+POEM = [(13, 60, 640 - 30 * n, f"And the sea gives, and takes {n}") for n in range(12)]
 
 
 @pytest.mark.parametrize(
-    "lines", [[(11, 60, 640, "A remark on fees")], REMARKS, POEM], ids=["little", "remarks", "poem"]
+    ("lines", "count"),
+    [([(11, 60, 640, "A remark on fees")], 3), (REMARKS, 18), (POEM, 3)],
+    ids=["little", "remarks", "poem"],
 )
-def test_a_size_that_is_hardly_larger_or_that_of_sentences_or_of_much_text_is_none_of_headings(lines):
-    assert headings(read([page(*body(740), *lines, *body(300))])) == []
+def test_a_size_that_is_hardly_larger_or_that_of_sentences_or_of_much_text_is_none_of_headings(lines, count):
+    assert headings(read([page(*body(740), *lines, *body(280, count=count))])) == []
+
+
+def test_a_number_may_stand_apart_from_its_heading_but_no_other_text():
+    numbered = [(14, 60, 680, "1.2"), (14, 110, 680, "Fees")]
+    apart = [(14, 60, 600, "Harbour"), (14, 330, 600, "Fee")]
+    document = read([page(*body(740), *numbered, *body(660), *apart, *body(580))])
+    assert headings(document) == [(1, "1.2 Fees")]
+    assert "Harbour Fee" in document.text
 
 
 def test_headings_may_follow_one_another():
