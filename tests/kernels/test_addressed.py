@@ -145,6 +145,29 @@ def test_rows_of_one_prompt_in_any_order(backend, device):
     check(addresses, caches, q, positions[shuffled], request_of_row[shuffled], backend, splits=2)
 
 
+@pytest.mark.parametrize("kind", ROWS)
+def test_int32_rows_of_any_stride(kind, backend, device):
+    addresses, caches, q, positions, request_of_row = make(kind, device)
+    narrow = [torch.stack((rows, rows + 1), 1).int()[:, 0] for rows in (positions, request_of_row)]
+    fresh = make_cache(len(positions), device)[0]
+    expected = written(caches, *fresh, positions, request_of_row)
+    write_rows(addresses, LAYER, *fresh, *narrow, backend=backend)
+    assert all_equal(caches, expected)
+    out, _ = attend(addresses, q, *narrow, backend)
+    assert torch.equal(out, attend(addresses, q, positions, request_of_row, backend)[0])
+
+
+def test_mass_of_int32_rows_of_any_stride(backend, device):
+    addresses, _ = make_caches(device)
+    positions = padded(torch.arange(40, 53), 18).to(device)
+    narrow = torch.stack((positions, positions + 1), 1).int()[:, 0]
+    q = make_queries(18, device)
+    _, lse = attend(addresses, q, positions, torch.zeros_like(positions), backend)
+    options = {"most_keys": 64, "backend": backend}
+    expected = mass_rows(addresses, LAYER, q, positions, lse, **options)
+    assert torch.equal(mass_rows(addresses, LAYER, q, narrow, lse, **options), expected)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 def test_keys_before_every_window_are_never_read(splits, backend, device):
     addresses, caches = make_caches(device)
@@ -299,6 +322,27 @@ def test_the_table_is_copied_only_when_caches_change(device):
         addresses.assign(caches[:1])
         with pytest.raises(AssertionError, match="copied"):
             addresses.assign([make_cache(80, device)])
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("first_cache", [CAPACITIES[0], None])
+def test_rows_of_two_prompts_in_one_tile_are_nan_rather_than_wrong(first_cache, splits, with_sinks, device, poisoned):
+    """Rows 0 to 2 are of the second prompt, all others of the first, or of one that has no cache."""
+    addresses, caches = make_caches(device)
+    other = 0 if first_cache else 3
+    positions = torch.arange(32, device=device)
+    request_of_row = torch.where(positions < 3, 1, other)
+    sinks = torch.randn(4, device=device) if with_sinks else None
+    q = make_queries(32, device)
+    expected = expected_rows(caches, q, positions, request_of_row, sinks=sinks)
+    out, lse = attend(addresses, q, positions, request_of_row, splits=splits, sinks=sinks)
+    right = (out.double() - expected).abs().amax(3) < 1e-4
+    foreign = out.isnan().all(3)
+    assert (right ^ foreign).all()
+    assert torch.equal(foreign, lse.isnan())
+    assert foreign.any()
+    assert right[:, :, 16:].all() or other == 3
 
 
 @pytest.mark.parametrize("splits", [1, 2])

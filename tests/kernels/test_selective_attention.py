@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from blend_kernels import Positions, selective_attention
+from blend_kernels import Positions, attention_mass, selective_attention
 from tests.kernels.dense import DEVICE, close, dense_attention
 
 
@@ -63,6 +63,22 @@ def test_rules(rule, backend, device):
 def test_repeated_positions_of_any_stride(backend, device):
     repeated = torch.tensor([3, 0, 3, 0, 3, 0, 40, 0], device=device)[::2]
     check(*make(device, rows=4), repeated, backend)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_int32_positions(softcap, backend, device):
+    q, k, v = make(device, keys=129, rows=40)
+    positions = scattered(40, 129, device)
+    check(q, k, v, positions.int(), backend, window=30, softcap=softcap)
+    masses = [attention_mass(q, k, Positions(rows), backend=backend) for rows in (positions, positions.int())]
+    assert torch.equal(*masses)
+
+
+def test_keys_are_plain_causal_attention_of_torch(backend, device):
+    q, k, v = make(device, heads=4, kv_heads=4, keys=63, rows=63)
+    out, _ = attention(q, k, v, torch.arange(63, device=device), backend=backend)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 5])
