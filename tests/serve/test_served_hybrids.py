@@ -142,6 +142,35 @@ def test_text_of_requests_is_learned(corpus: tuple[Path, Path], tmp_path: Path) 
         assert put_question(service, moved, cold=True).text == answer.text
 
 
+def test_edited_text_is_learned_anew_where_it_changed(corpus: tuple[Path, Path], tmp_path: Path) -> None:
+    """The pieces around an edit are new; the others serve on."""
+    text = _tale(3, 90)
+    sentences = text.split(". ")
+    sentences[20] = "This sentence is new"
+    edited = ". ".join(sentences)
+    asked = "{}\n\nSo far the tale.\n\n" + QUESTION
+    with serving(tmp_path / "store", corpus[1], learn_budget=1 << 26) as service:
+        put_question(service, asked.format(text))
+        settled(service)
+        figures = []
+        for _ in range(3):
+            figures.append(put_question(service, asked.format(edited), cold=True).figures)
+            settled(service)
+    assert 0 < figures[0].hits < figures[0].chunks, "only the pieces around the edit are new"
+    assert figures[1].hits == figures[1].chunks
+    assert figures[2].chunks == figures[1].chunks, "nothing more is cut"
+
+
+def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], tmp_path: Path) -> None:
+    with serving(tmp_path / "store", corpus[1], learn_budget=400_000) as service:
+        for seed in range(4):
+            put_question(service, f"{_tale(seed, 40)}{QUESTION}")
+            settled(service)
+        tenant = service.tenant("")
+        assert 0 < tenant.learned.nbytes <= 400_000
+        assert tenant.rag().store.stats().nbytes == tenant.learned.nbytes
+
+
 def test_unverified_is_full_prefill(corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("blend.prefill.inputs.may_blend", may_blend)
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
