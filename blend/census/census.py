@@ -17,11 +17,18 @@ from blend.census.tokens import Tokenize
 from blend.serve.token_index import stretches
 
 RATIOS = (0.05, 0.15)
+TURNS = {1: "1", 2: "2", 3: "3", 4: "4", 8: "5-8", 16: "9-16", 32: "17-32", 64: "33-64"}
+"""The groups of turns, by the last turn of each."""
+LATER_TURNS = "65+"
+OTHER_SOURCES = "others"
 _BLOCKS_SHARE = 0.3  # of the budget, for the blocks of the prefix cache without a limit
-_MOST_LISTED = 10_000  # requests
+_MOST_LISTED = 10_000  # requests, and sources
 # Known tokens at the beginning of a stretch that the server computes: learned text is reused from the beginning of a piece on.
 LEAD_OF_STRETCH = 100
 LAST_ROWS = 32  # of a prompt, which are always computed
+
+
+Counts = NDArray[np.int64]
 
 
 class ListedRequest(NamedTuple):
@@ -29,6 +36,7 @@ class ListedRequest(NamedTuple):
 
     place: str
     source: str
+    turn: int
     tokens: tuple[int, ...]
 
 
@@ -50,6 +58,8 @@ class Census:
     Attributes:
         requests: how many.
         by_role: tokens, int64 `[ROLES, CLASSES]`.
+        by_turn: tokens, `[CLASSES]`, of each group of turns.
+        by_source: the same of each source; of those beyond the first 10,000 together.
         ways: what each way of reuse computes, by its name.
         causes: why exact prefixes miss known text.
         listed: the first requests.
@@ -58,7 +68,9 @@ class Census:
 
     def __init__(self, tokenize: Tokenize, budget: int, cache_tokens: int) -> None:
         self.requests = 0
-        self.by_role: NDArray[np.int64] = np.zeros((len(ROLES), len(CLASSES)), np.int64)
+        self.by_role: Counts = np.zeros((len(ROLES), len(CLASSES)), np.int64)
+        self.by_turn: dict[str, Counts] = {words: _no_tokens() for words in (*TURNS.values(), LATER_TURNS)}
+        self.by_source: dict[str, Counts] = defaultdict(_no_tokens)
         self.ways: dict[str, Computed] = defaultdict(Computed)
         self.causes = Causes()
         self.listed: list[ListedRequest] = []
@@ -87,16 +99,19 @@ class Census:
         roles = [part.role for part in parts]
         texts = [part.text for part in parts]
         new = {part.text: part.ids for part in parts if not part.is_known}
-        self.memory.add(Earlier(self.requests, request.source, roles, texts), new)
+        self.memory.add(Earlier(self.requests, request.source, roles, texts, request.seconds), new)
 
     def _count(self, request: LoggedRequest, compared: Match) -> None:
         numbers = [ROLES.index(part.role) for part in compared.parts]
         cells = np.repeat(numbers, np.diff(compared.starts)) * len(CLASSES) + compared.classes
         table = np.bincount(cells, minlength=self.by_role.size).reshape(self.by_role.shape)
         self.by_role += table
+        tokens = table.sum(axis=0)
+        self.by_turn[turn_words(request.turn)] += tokens
+        is_listed = request.source in self.by_source or len(self.by_source) < _MOST_LISTED
+        self.by_source[request.source if is_listed else OTHER_SOURCES] += tokens
         if len(self.listed) < _MOST_LISTED:
-            tokens = tuple(table.sum(axis=0).tolist())
-            self.listed.append(ListedRequest(request.place, request.source, tokens))
+            self.listed.append(ListedRequest(request.place, request.source, request.turn, tuple(tokens.tolist())))
 
     def _count_ways(self, compared: Match, hits: Sequence[int]) -> None:
         small, large = self._caches
@@ -119,7 +134,18 @@ class Census:
         evicted = compared.prefix - hit
         if evicted >= 2 * BLOCK:
             words = f"used again {self.requests - earlier.number:,} requests later" if earlier is not None else ""
+            if earlier is not None and earlier.seconds is not None and request.seconds is not None:
+                words += f", after {request.seconds - earlier.seconds:,.0f} s"
             self.causes.add(Loss(CauseName("evicted", "user"), evicted, "", words), request.place)
+
+
+def turn_words(turn: int) -> str:
+    """The group that a turn belongs to."""
+    return next((words for last, words in TURNS.items() if turn <= last), LATER_TURNS)
+
+
+def _no_tokens() -> Counts:
+    return np.zeros(len(CLASSES), np.int64)
 
 
 def blendable(classes: Classes, hit: int) -> int:

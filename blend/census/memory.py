@@ -39,12 +39,13 @@ class KnownText:
 
 
 class Earlier(NamedTuple):
-    """An earlier request. texts: of its prompt, then of its answer."""
+    """An earlier request. texts: of its prompt, then of its answer. seconds: when it was sent, None if unknown."""
 
     number: int
     source: str
     roles: Sequence[str]
     texts: Sequence[str]
+    seconds: float | None = None
 
 
 class TextMemory:

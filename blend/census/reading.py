@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from io import BufferedReader
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 _MAGIC = b"\x1f\x8b"  # of gzip
@@ -19,6 +21,9 @@ _LONGEST_NAME = 80
 _WRAPPERS = ("body", "request", "params", "input", "payload", "data", "json", "kwargs", "record")
 _REPLIES = ("response", "output", "completion", "body", "message")
 _SESSIONS = ("session_id", "session", "conversation_id", "thread_id", "user", "user_id", "prompt_cache_key")
+_TIMES = ("timestamp", "ts", "created", "created_at", "time")
+_LATEST_S = 1e11  # larger times are in milliseconds
+_IMAGE = "image"  # the role of a part without text
 _ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool", "function": "tool"}
 ROLES = ("system", "tools", "user", "assistant", "tool")
 """Of texts: "tools" is of the descriptions of tools, "tool" of their results."""
@@ -41,6 +46,8 @@ class LoggedRequest(NamedTuple):
         place: log and line.
         segments: its prompt: the system's text, the tools, then the messages.
         reply: its answer, if the log holds it.
+        seconds: when it was sent, since 1970; None if the log does not say.
+        images: parts of its messages without text, which count no tokens.
 
     """
 
@@ -48,6 +55,14 @@ class LoggedRequest(NamedTuple):
     place: str
     segments: list[Segment]
     reply: list[Segment]
+    seconds: float | None = None
+    images: int = 0
+
+    @property
+    def turn(self) -> int:
+        """1 for a prompt without answers of the assistant, 2 with one, and so on."""
+        speakers = [role for role, _ in groupby(self.segments, lambda segment: segment.role)]
+        return 1 + speakers.count("assistant")
 
 
 class LogReader:
@@ -56,11 +71,13 @@ class LogReader:
     Attributes:
         skipped: lines that hold no request.
         named: the first of them, each with its place and reason.
+        images: parts of messages without text.
 
     """
 
     def __init__(self) -> None:
         self.skipped = 0
+        self.images = 0
         self.named: list[str] = []
 
     def read(self, name: str, stream: BufferedReader) -> Iterator[LoggedRequest]:
@@ -71,6 +88,7 @@ class LogReader:
             for number, line in enumerate(iter(lambda: source.readline(_LONGEST_LINE), b""), 1):
                 request = _request(name, f"{name}:{number}", line)
                 if isinstance(request, LoggedRequest):
+                    self.images += request.images
                     yield request
                 elif line.strip():
                     self._skip(f"{name}:{number}: {request}")
@@ -91,11 +109,14 @@ def _request(name: str, place: str, line: bytes) -> LoggedRequest | str:
     levels = list(_levels(record))
     if not levels or not _is_body(levels[-1]):
         return "no messages, input or prompt in it"
-    segments = [segment for segment in _prompt(levels[-1]) if segment.text]
+    parts = list(_prompt(levels[-1]))
+    segments = [segment for segment in parts if segment.text]
     if not segments:
         return "no text in it"
-    source = _session(levels) or name
-    return LoggedRequest(source[-_LONGEST_NAME:], place, segments, list(_reply(record)))
+    source = _field(levels, _SESSIONS, str) or name
+    seconds = _seconds(_field(levels, _TIMES, (str, int, float)))
+    images = sum(segment.role == _IMAGE for segment in parts)
+    return LoggedRequest(source[-_LONGEST_NAME:], place, segments, list(_reply(record)), seconds, images)
 
 
 def _parsed(line: str | bytes) -> Any:
@@ -126,15 +147,29 @@ def _is_body(record: Json) -> bool:
     return isinstance(items, list) or (isinstance(items, str) and "model" in record)
 
 
-def _session(levels: Sequence[Json]) -> str:
-    """The session or user that an object around a request names, or its metadata."""
+def _field(levels: Sequence[Json], names: Sequence[str], kinds: type | tuple[type, ...]) -> Any:
+    """The first value of these names and kinds in an object around a request or in its metadata; None without one."""
     for level in levels:
         metadata = level.get("metadata")
         for fields in (level, metadata if isinstance(metadata, dict) else {}):
-            for name in _SESSIONS:
-                if isinstance(session := fields.get(name), str) and session:
-                    return session
-    return ""
+            for name in names:
+                value = fields.get(name)
+                if isinstance(value, kinds) and value:
+                    return value
+    return None
+
+
+def _seconds(value: str | float | None) -> float | None:
+    """A time as seconds since 1970: a number, also of milliseconds, or a text in ISO 8601."""
+    if value is None:
+        return None
+    try:
+        seconds = datetime.fromisoformat(value).timestamp() if isinstance(value, str) else float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(seconds):
+        return None
+    return seconds / 1000 if seconds > _LATEST_S else seconds
 
 
 def _prompt(body: Json) -> Iterator[Segment]:
@@ -195,7 +230,8 @@ def _part(role: str, part: Json) -> Iterator[Segment]:
         texts = (part.get("title"), part.get("context"), source.get("data"))
         yield Segment(role, "\n\n".join(text for text in texts if isinstance(text, str)))
     else:
-        yield from _content(role, part.get("text", part.get("thinking")))
+        text = part.get("text", part.get("thinking"))
+        yield from [Segment(_IMAGE, "")] if text is None else _content(role, text)
 
 
 def _reply(record: Any) -> Iterator[Segment]:

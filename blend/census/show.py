@@ -1,11 +1,13 @@
-"""Shows a census: tables for a terminal, and a JSON document."""
+"""Shows a census: tables for a terminal, and a JSON document; `picture` draws it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from blend.census.census import Census
+import numpy as np
+
+from blend.census.census import Census, Counts
 from blend.census.matching import CLASSES
 from blend.census.rates import Rates
 from blend.census.reading import ROLES, LogReader
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _SHOWN_CAUSES = 3
+_SHOWN_SOURCES = 8
+_SHOWN_NAME = 40  # last characters of a source
+_LISTED_SOURCES = 1000
 _ROLE_WORDS = {"tools": "tools' descriptions", "tool": "tools' results"}
 
 
@@ -28,28 +33,50 @@ class Findings(NamedTuple):
     tokenizer: str
     rates: Rates | None
 
+    @property
+    def title(self) -> str:
+        """What was counted."""
+        requests = counted(self.census.requests, "request")
+        return f"{self.logs}: {requests}, {int(self.census.by_role.sum()):,} tokens"
+
 
 def render(findings: Findings) -> Group:
     """All tables as one rich renderable."""
     from rich.console import Group
     from rich.text import Text
 
-    causes = [Text(visible(line)) for line in _cause_lines(findings.census)]
-    footnotes = [Text(visible(line), style="dim") for line in _footnotes(findings)]
-    return Group(_shares(findings), _ways(findings), *causes, Text(), *footnotes)
-
-
-def _shares(findings: Findings) -> Group:
-    """The tokens of each role with the shares of each class, without empty rows."""
     census = findings.census
-    total = census.by_role.sum(axis=0)
-    roles = [_ROLE_WORDS.get(role, role) for role in ROLES]
-    rows = []
-    for role, counts in zip([*roles, "all"], [*census.by_role, total], strict=True):
+    words = [_ROLE_WORDS.get(role, role) for role in ROLES]
+    roles = dict(zip(words, census.by_role, strict=True)) | {"all": census.by_role.sum(axis=0)}
+    tables = [_shares(findings.title, "role", roles), _shares("by turn", "turn", census.by_turn)]
+    if len(census.by_source) > 1:
+        tables.append(_shares("by source", "source", _largest_sources(census)))
+    causes = [Text(visible(line)) for line in _cause_lines(census)]
+    footnotes = [Text(visible(line), style="dim") for line in _footnotes(findings)]
+    return Group(*tables, _ways(findings), *causes, Text(), *footnotes)
+
+
+def _shares(title: str, first: str, rows: Mapping[str, Counts]) -> Group:
+    """Tokens in rows, with the shares of each class, without empty rows."""
+    cells = []
+    for name, counts in rows.items():
         if tokens := int(counts.sum()):
-            rows.append([role, f"{tokens:,}", *(f"{count / tokens:.1%}" for count in counts)])
-    title = f"{findings.logs}: {counted(census.requests, 'request')}, {int(total.sum()):,} tokens"
-    return table(title, ["role", "tokens", *CLASSES], rows)
+            cells.append([name, f"{tokens:,}", *(f"{count / tokens:.1%}" for count in counts)])
+    return table(title, [first, "tokens", *CLASSES], cells)
+
+
+def _largest_sources(census: Census) -> dict[str, Counts]:
+    """The largest sources, and all others as one."""
+    by_size = _by_size(census)
+    rows = {name[-_SHOWN_NAME:]: counts for name, counts in by_size[:_SHOWN_SOURCES]}
+    others = [counts for _, counts in by_size[_SHOWN_SOURCES:]]
+    if others:
+        rows[counted(len(others), "other source")] = np.sum(others, axis=0)
+    return rows
+
+
+def _by_size(census: Census) -> list[tuple[str, Counts]]:
+    return sorted(census.by_source.items(), key=lambda item: int(item[1].sum()), reverse=True)
 
 
 def _ways(findings: Findings) -> Group:
@@ -90,6 +117,8 @@ def _footnotes(findings: Findings) -> Iterator[str]:
         yield "seconds: name the model that serves with --model, or its prefill rate with --rate"
     if reader.skipped:
         yield f"{counted(reader.skipped, 'line')} without a request left out: {'; '.join(reader.named)}"
+    if reader.images:
+        yield f"{counted(reader.images, 'part')} of messages without text not counted (images and others)"
     if forgotten := findings.census.memory.evicted:
         yield f"{counted(forgotten, 'text')} forgotten to stay within --memory; what repeats them counts as new"
 
@@ -97,6 +126,7 @@ def _footnotes(findings: Findings) -> Iterator[str]:
 def document(findings: Findings) -> dict[str, Any]:
     """All figures, for JSON."""
     census = findings.census
+    reader = findings.reader
     rates = findings.rates
     ways = {
         name: {"rows": computed.rows, "seconds": rates.seconds(computed) if rates else None}
@@ -112,10 +142,12 @@ def document(findings: Findings) -> dict[str, Any]:
         "requests": census.requests,
         "tokens": _by_class(census.by_role.sum(axis=0)),
         "by_role": dict(zip(ROLES, map(_by_class, census.by_role), strict=True)),
+        "by_turn": {words: _by_class(counts) for words, counts in census.by_turn.items() if counts.any()},
+        "by_source": {name: _by_class(counts) for name, counts in _by_size(census)[:_LISTED_SOURCES]},
         "ways": ways,
         "rates": rates._asdict() if rates is not None else None,
         "causes": causes,
-        "skipped": {"lines": findings.reader.skipped, "first": findings.reader.named},
+        "skipped": {"lines": reader.skipped, "first": reader.named, "parts_without_text": reader.images},
         "first_requests": [{**request._asdict(), "tokens": _by_class(request.tokens)} for request in census.listed],
     }
 

@@ -9,13 +9,15 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.console import STDOUT, check_outputs, note, show_results
-from blend.cli.options import NAME, PLACE, number
-from blend.cli.progress import fetch_progress
+from blend.cli.options import NAME, OUTPUT, PLACE, number
+from blend.cli.progress import counting, fetch_progress
 from blend.errors import BlendError, DatasetError
 from blend.weights import resolve_model
 
 if TYPE_CHECKING:
+    from blend.census.census import Census
     from blend.census.rates import Rates
+    from blend.census.reading import LogReader
 
 MEMORY_GB = 1.0
 CACHE_TOKENS = 131_072
@@ -30,6 +32,7 @@ CACHE_TOKENS = 131_072
 @number("cache_tokens", "Tokens that the exact prefix cache holds.", CACHE_TOKENS)
 @number("memory", "Memory for earlier text.", MEMORY_GB, metavar="GB")
 @options.json_file
+@click.option("--picture", type=OUTPUT, help="Draw tokens by turn, and what reuse would compute (.png or .svg).")
 @options.computing
 def command(
     logs: tuple[Path, ...],
@@ -38,6 +41,7 @@ def command(
     cache_tokens: int,
     memory: float,
     json_path: Path | None,
+    picture: Path | None,
     **values: Any,
 ) -> None:
     """Say which tokens of the requests in LOGS repeat, why a prefix cache misses them, and what blending would save.
@@ -45,15 +49,18 @@ def command(
     LOGS are JSONL files of requests to OpenAI's or Anthropic's API, also gzipped; - is
     standard input. Nothing is sent anywhere.
     """
-    check_outputs(json=json_path)
+    check_outputs(json=json_path, picture=picture)
     for log in logs:
         if log != STDOUT and not log.exists():
             raise DatasetError(f"{log} is not there; name a JSONL file of requests, or - for standard input")
     from blend.census.census import Census
+    from blend.census.picture import check_picture, write_picture
     from blend.census.reading import LogReader
     from blend.census.show import Findings, document, render
     from blend.census.tokens import Tokenize, estimated, tokenizer_of
 
+    if picture is not None:
+        check_picture(picture)
     tokenize: Tokenize = estimated
     tokenizer = "estimated"
     if model is not None:
@@ -63,14 +70,25 @@ def command(
     reader = LogReader()
     census = Census(tokenize, round(memory * 1e9), cache_tokens)
     for log in logs:
-        with open(0 if log == STDOUT else log, "rb") as stream:  # noqa: PTH123 - 0 is standard input
-            for request in reader.read(_name(log), stream):
-                census.add(request)
+        _count(census, reader, log)
     names = _name(logs[0]) if len(logs) == 1 else f"{_name(logs[0])} and {len(logs) - 1} more"
     if not census.requests:
         raise DatasetError(f"no request in {names}: {'; '.join(reader.named) or 'it is empty'}")
     findings = Findings(census, reader, names, tokenizer, _rates(model, rate, values))
     show_results(render(findings), document(findings), json_path)
+    if picture is not None:
+        write_picture(findings, picture)
+        note(f"wrote {picture}")
+
+
+def _count(census: Census, reader: LogReader, log: Path) -> None:
+    """Count the requests of a log. The progress of a file is in its megabytes, packed or not; that of a pipe in requests."""
+    megabytes = log.stat().st_size // 1_000_000 if log != STDOUT and log.is_file() else 0
+    progress = counting(f"Reading {_name(log)}", "MB" if megabytes else "requests", megabytes)
+    with open(0 if log == STDOUT else log, "rb") as stream, progress as count:  # noqa: PTH123 - 0 is standard input
+        for requests, request in enumerate(reader.read(_name(log), stream), 1):
+            census.add(request)
+            count(stream.tell() // 1_000_000 if megabytes else requests)
 
 
 def _name(log: Path) -> str:

@@ -12,7 +12,11 @@ from click.testing import CliRunner, Result
 from logs import chat, message, words, write
 from places import PYTHONPATH
 
+from blend.census.census import Census
+from blend.census.picture import draw
 from blend.census.reading import LoggedRequest, LogReader
+from blend.census.show import Findings
+from blend.census.tokens import estimated
 from blend.cli import blend
 from tests.tiny_model import save_tiny_model
 
@@ -73,6 +77,105 @@ def test_three_formats_hold_the_same_texts(tmp_path):
 def test_a_session_names_the_source(tmp_path):
     body = chat(message("user", "a"), metadata={"user_id": "u7"})
     assert read(write(tmp_path / "log", {"request": body})).source == "u7"
+
+
+def test_turns_times_and_parts_without_text(tmp_path):
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    result = {"type": "tool_result", "content": [{"type": "image", "source": {}}, {"type": "text", "text": "done"}]}
+    body = chat(
+        message("user", [image, {"type": "text", "text": "Look."}]),
+        message("assistant", None, tool_calls=[{"function": CALL}]),
+        message("user", [result]),
+        message("assistant", "It is a cat."),
+        message("user", "And now?"),
+    )
+    request = read(write(tmp_path / "log", {"timestamp": "2026-01-02T00:00:00+00:00", "body": body}))
+    assert (request.turn, request.images, request.seconds) == (3, 2, 1767312000)
+    first = chat(message("system", "Be brief."), message("user", "Look."))
+    for sent, seconds in (
+        (1767312000, 1767312000),
+        (1767312000500, 1767312000.5),
+        (10**400, None),
+        ("soon", None),
+        (0, None),
+    ):
+        request = read(write(tmp_path / "log", {"created": sent, "body": first}))
+        assert (request.turn, request.images, request.seconds) == (1, 0, seconds)
+
+
+def conversations(tmp_path: Path) -> Path:
+    """Two sessions, one of three turns; the first text of the other one changes."""
+    records = []
+    messages = []
+    for turn in range(3):
+        messages += [message("user", words(turn, 100)), message("assistant", words(10 + turn, 50))]
+        records.append(chat(*messages[:-1], user="ann", created=1767312000 + 30 * turn))
+    changed = words(0, 100).replace(words(0, 60).removeprefix(words(0, 50)), " edited " * 9)
+    records.append(chat(message("user", [{"type": "image"}, {"type": "text", "text": changed}]), user="ben"))
+    return write(tmp_path / "log.jsonl", *records)
+
+
+def test_tables_by_turn_and_source_and_what_is_not_counted(tmp_path):
+    out = tmp_path / "census.json"
+    result = census(conversations(tmp_path), "--json", out, "--cache-tokens", "16")
+    assert result.exception is None, result.output
+    document = json.loads(out.read_text())
+    assert list(document["by_turn"]) == ["1", "2", "3"]
+    assert document["by_turn"]["2"] == {"prefix": 100, "shifted": 0, "near": 0, "new": 150}
+    assert sum(document["by_source"]["ann"].values()) == 100 + 250 + 400
+    assert document["by_source"]["ben"]["near"] > 0
+    for name in ("by_turn", "by_source"):
+        sums = [sum(row[kind] for row in document[name].values()) for kind in document["tokens"]]
+        assert sums == list(document["tokens"].values())
+    assert [request["turn"] for request in document["first_requests"]] == [1, 2, 3, 1]
+    assert "1 part of messages without text not counted" in result.stdout
+    (ann,) = (line for line in result.stdout.splitlines() if line.strip().startswith("ann"))
+    assert "750" in ann
+    assert "used again 1 requests later, after 30 s" in result.stdout
+
+
+def test_many_sources_are_summed_up(tmp_path):
+    records = [chat(message("user", words(number, 10 + number)), user=f"user {number:02}") for number in range(11)]
+    shown = census(write(tmp_path / "log", *records)).stdout
+    assert "user 10" in shown
+    assert "user 02" not in shown
+    (others,) = (line for line in shown.splitlines() if "3 other sources" in line)
+    assert others.split()[3] == str(10 + 11 + 12)
+
+
+def test_the_picture_shows_the_tokens_of_each_turn(tmp_path):
+    pytest.importorskip("matplotlib")
+    log = conversations(tmp_path)
+    name = "$a^b$ 表.jsonl"
+    log = log.rename(tmp_path / name)
+    files = [tmp_path / "census.png", tmp_path / "census.svg", tmp_path / "again.svg"]
+    for path in files:
+        result = census(log, "--picture", path, "--rate", "100")
+        assert result.exception is None, result.output
+        assert f"wrote {path}" in " ".join(result.stderr.split())
+    assert files[0].read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in files[1].read_text()
+    assert files[1].read_bytes() == files[2].read_bytes()
+
+    reader, counts = LogReader(), Census(estimated, 10**8, 10**6)
+    with log.open("rb") as stream:
+        for request in reader.read(name, stream):
+            counts.add(request)
+    turns, ways = draw(Findings(counts, reader, name, "estimated", None)).axes
+    heights = [[bar.get_height() * 1000 for bar in bars] for bars in turns.containers]
+    expected = [list(row) for row in zip(*(counts.by_turn[turn].tolist() for turn in "123"), strict=True)]
+    assert heights == [pytest.approx(row) for row in expected]
+    assert [bar.get_width() * 1000 for bar in ways.patches] == pytest.approx([way.rows for way in counts.ways.values()])
+
+
+def test_a_picture_that_cannot_be_written_ends_before_the_count(tmp_path, monkeypatch):
+    log = write(tmp_path / "log", {"not": "a request"})
+    assert "ends in .png or .svg" in str(census(log, "--picture", tmp_path / "x.jpg").exception)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = str(census(log, "--picture", tmp_path / "x.png").exception)
+    assert refused == "a picture needs matplotlib: pip install 'kvblend[report]'"
+    out = tmp_path / "same.png"
+    assert "name the same file" in str(census(log, "--json", out, "--picture", out).exception)
 
 
 def test_the_command_reads_gzip_and_broken_lines_and_writes_all(tmp_path):
