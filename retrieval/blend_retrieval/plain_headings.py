@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r"^(\d{1,3}+(?:\.\d{1,3}+)*+)\.?+[ \t]++(\S.*)$", re.MULT
 _FENCE = re.compile(r"^ {0,3}(?:```|~~~)", re.MULTILINE)
 _LEAST_NUMBERED = 3
 _MOST_LEVELS = 6
-_NO_TITLE = re.compile(r"[={}\[\];\\|<>\t]|  |\w\(|::|->|&&|\.\.|--")
+_NO_TITLE = re.compile(r"[={}\[\];\\|<>\t]|  |\w\(|::|->|&&|\.\.|--|,[^\W\d]")
 _CLOSING = ".,;:。，；：、…({[-/"
 
 

@@ -257,6 +257,10 @@ def test_other_lines_after_a_number_sign_are_no_headings():
     assert "#5 is open" in document.text
 
 
+def test_a_long_line_after_a_number_sign_is_no_heading():
+    assert list(headings_in(f"# {'word ' * 60}\n\n# Fees\n", "marked")) == [(1, "Fees", 304, 311)]
+
+
 def test_a_damaged_outline_leaves_the_text():
     entries = [(0, "Fees", 4, 740), (0, "Gone", 99, 700), (0, "Loop", 4, 600)]
     contents = [page(*BY_SIZE)]
