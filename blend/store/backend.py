@@ -220,7 +220,7 @@ class Backend(ABC):
     def writing(self) -> AbstractContextManager[None]:
         """The lock of all processes that write; not nested. Raises `StoreError` when it takes too long to get.
 
-        It ends with the process that holds it: a server's within half a minute, see `leased`.
+        It ends with the process that holds it: a server's within half a minute, see `blend.store.lease`.
         """
 
 

@@ -1,6 +1,8 @@
 """What places on servers share: errors in a line of ours, and the lock of writers.
 
-The lock is a lease, which ends half a minute after the process that holds it.
+The lock is a lease, which ends half a minute after the process that holds it. A process that slept for longer (a machine that
+was suspended, a network that was away) has lost it without knowing. So each write of the thread that holds it asks first whose
+the lease is, and is refused if it is another's.
 """
 
 from __future__ import annotations
@@ -23,24 +25,45 @@ _FREE = b"free"
 _LOOK_EVERY_S = 0.2
 
 
+class _Writer(threading.local):
+    """The leases under which this thread writes."""
+
+    def __init__(self) -> None:
+        self.leases: list[_Lease] = []
+
+
+_WRITER = _Writer()
+
+
 class ServerBackend(Backend):
-    """Moves bytes to a server."""
+    """Moves bytes to a server. `put`, `swap` and `delete` call `require_lease` first."""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Held by one thread of one process at a time. Raises `StoreError` when another keeps it for ten minutes."""
+        """Held by one thread of one process at a time. Raises `StoreError` when another keeps it for ten minutes.
+
+        The thread's writes raise `StoreError` once another process has taken the lease. Other threads write as ever.
+        """
         lease = _Lease(self)
         lease.acquire()
         end = threading.Event()
         renewal = threading.Thread(target=lease.renew_until, args=(end,), name="kvblend-lease", daemon=True)
         renewal.start()
+        _WRITER.leases.append(lease)
         try:
             yield
         finally:
+            _WRITER.leases.remove(lease)
             end.set()
             renewal.join()
             with suppress(StoreError):  # it ends by itself after `LEASE_S`
                 lease.write(_FREE)
+
+    def require_lease(self, name: str) -> None:
+        """Before a write to a name: raise `StoreError` if this thread writes under a lease here that is another's by now."""
+        for lease in _WRITER.leases:
+            if lease.backend is self and name != _NAME:
+                lease.require()
 
     @contextmanager
     def exchange(self, doing: str) -> Iterator[None]:
@@ -61,7 +84,7 @@ class _Lease:
     """The name holds the owner and a number that changes with every renewal, so that others see that the owner is alive."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self.backend = backend
         self._owner = uuid.uuid4().hex
         self._turns = count()
 
@@ -71,18 +94,18 @@ class _Lease:
         began = unchanged_since = time.monotonic()
         last_content: bytes | None = b""
         while True:
-            content = self._backend.read(_NAME)
+            content = self.backend.read(_NAME)
             now = time.monotonic()
             if content != last_content:
                 last_content = content
                 unchanged_since = now
             is_free = content in (None, _FREE) or now - unchanged_since > LEASE_S
             # It may be ours by a swap whose answer got lost.
-            if content == token or (is_free and self._backend.swap(_NAME, token, content)):
+            if content == token or (is_free and self.backend.swap(_NAME, token, content)):
                 return
             if now - began > WAIT_S:
                 raise StoreError(
-                    f"another process has been writing to {self._backend.place} for {WAIT_S:g} s; wait for it and try again"
+                    f"another process has been writing to {self.backend.place} for {WAIT_S:g} s; wait for it and try again"
                 )
             time.sleep(_LOOK_EVERY_S)
 
@@ -94,9 +117,20 @@ class _Lease:
 
     def write(self, new: bytes) -> None:
         """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
-        content = self._backend.read(_NAME)
-        if content is not None and content.startswith(self._owner.encode()):
-            self._backend.swap(_NAME, new, content)
+        content = self.backend.read(_NAME)
+        if self._is_ours(content):
+            self.backend.swap(_NAME, new, content)
+
+    def require(self) -> None:
+        """Raise `StoreError` unless it is ours."""
+        if not self._is_ours(self.backend.read(_NAME)):
+            raise StoreError(
+                f"another process may be writing to {self.backend.place}, because this one slept or did not reach it for over "
+                f"{LEASE_S:g} s: run the same command again"
+            )
+
+    def _is_ours(self, content: bytes | None) -> bool:
+        return content is not None and content.startswith(self._owner.encode())
 
     def _token(self) -> bytes:
         return f"{self._owner} {next(self._turns)}".encode()

@@ -107,6 +107,7 @@ class RedisBackend(ServerBackend):
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Put in one exchange."""
+        self.require_lease(name)
         content = b"".join(blobs)
         if len(content) > LARGEST:
             raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
@@ -116,6 +117,7 @@ class RedisBackend(ServerBackend):
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Swap by a script on the server."""
+        self.require_lease(name)
         with self.exchange("written"):
             condition = ("0", "") if was is None else ("1", was)
             answer: Any = self.client.eval(_SWAP, 1, self._key(name), *condition, content)
@@ -123,6 +125,7 @@ class RedisBackend(ServerBackend):
 
     def delete(self, name: str) -> None:
         """Delete in one exchange."""
+        self.require_lease(name)
         with self.exchange("written"):
             self.client.unlink(self._key(name))
 

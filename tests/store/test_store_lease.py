@@ -1,11 +1,12 @@
 """The lock of buckets and of Redis, when answers get lost, or the owner sleeps too long."""
 
 import threading
+import time
 
 import pytest
 from far_stores import open_far
 
-from blend.errors import StoreUnreachableError
+from blend.errors import StoreError, StoreUnreachableError
 
 
 @pytest.fixture(params=["objects", "redis"])
@@ -64,3 +65,52 @@ def test_a_lease_that_is_not_renewed_ends(backend, monkeypatch):
     with backend.writing():
         waiting(backend, order).join(20)
         assert order == ["other"]
+
+
+def writes(backend, content):
+    """Each way to write."""
+    yield lambda: backend.put("artifacts/map", [content])
+    yield lambda: backend.swap("artifacts/map", content, b"other")
+    yield lambda: backend.delete("artifacts/map")
+
+
+def test_who_has_lost_the_lease_writes_nothing_more(backend, monkeypatch):
+    monkeypatch.setattr("blend.store.lease._Lease.renew_until", lambda self, end: None)  # it sleeps
+
+    def take_over():
+        with backend.writing():
+            backend.put("artifacts/map", [b"other"])
+
+    with backend.writing():
+        backend.put("artifacts/map", [b"mine"])
+        successor = threading.Thread(target=take_over)
+        successor.start()
+        successor.join(20)
+        for write in writes(backend, b"late"):
+            with pytest.raises(StoreError, match="another process may be writing to .*: run the same command again"):
+                write()
+        assert backend.read("artifacts/map") == b"other"
+    assert backend.read("writing") == b"free"
+    backend.put("artifacts/map", [b"later"])
+    assert backend.read("artifacts/map") == b"later"
+
+
+def test_a_sleep_costs_nothing_where_nobody_came(backend, monkeypatch):
+    monkeypatch.setattr("blend.store.lease.LEASE_S", 0.05)
+    monkeypatch.setattr("blend.store.lease._Lease.renew_until", lambda self, end: None)
+    with backend.writing():
+        time.sleep(0.1)
+        backend.put("artifacts/map", [b"mine"])
+    assert backend.read("artifacts/map") == b"mine"
+
+
+def test_other_threads_write_whatever_becomes_of_the_lease(backend, monkeypatch):
+    monkeypatch.setattr("blend.store.lease._Lease.renew_until", lambda self, end: None)
+    with backend.writing():
+        backend.swap("writing", b"another's", backend.read("writing"))
+        threads = [threading.Thread(target=write) for write in list(writes(backend, b"other"))[:2]]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert backend.read("artifacts/map") == b"other"
+    backend.delete("writing")
