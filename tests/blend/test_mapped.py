@@ -41,6 +41,17 @@ def test_large_ones_go_back_at_once_and_stay_while_a_part_is_in_use():
     assert memory()[0] - before < 0.5 * HUGE
 
 
+def test_copies_are_equal_and_apart_from_what_was_copied():
+    whole = torch.randn(3, 50, 8)
+    parts = (whole[:, 10:40], whole[1:, :20, :4], whole[:, :0])
+    expected = [part.clone() for part in parts]
+    copies = cpu.copies(parts)
+    whole.zero_()
+    assert all(torch.equal(copy, part) for copy, part in zip(copies, expected, strict=True))
+    copies[0].zero_()
+    assert torch.equal(copies[1], expected[1])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells")
 def test_what_was_freed_between_what_is_held_can_be_given_back():
     # Pieces as large as pages, every second of which is let go of: none of it is at the end of the C library's pool.

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import click
+import pytest
 from blend_process import one_line
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from blend import BlendConfig
 from blend.cli import blend as group
 from blend.cli import exit_code_of
 from blend.config import CorpusConfig
+from blend.errors import ConfigError
 from blend.select import SELECTORS, make_selector
 from blend.select.base import MEANINGS
 
@@ -109,6 +111,47 @@ def test_values_that_broke_things_before_and_that_every_number_has_limits():
             check(name, flag, value)
         for value in ("nan", "inf", "-inf", "1e300", "-1", "9" * 5000, str(10**30), "") if is_number else ():
             assert parsed(name, flag, value) is None
+
+
+def refusal_of(config: type, **values: Any) -> str:
+    """What it says of these values; "" if it takes them."""
+    try:
+        config(**values)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+ODD = (math.nan, math.inf, -math.inf, 1e300, -1, 10**30, 10**5000, True, "1", None, [], 2.5, -0.5)
+
+
+@pytest.mark.parametrize("config", [BlendConfig, CorpusConfig])
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_python_refuses_the_same(config, data):
+    """A number of a configuration is of its kind and within its limits; anything else is refused in one line."""
+    numbers = [field for field in fields(config) if type(field.default) in (int, float)]
+    field = data.draw(st.sampled_from(numbers))
+    value = data.draw(st.sampled_from(ODD) | st.floats() | st.integers())
+    refusal = refusal_of(config, **{field.name: value})
+    if refusal:
+        assert refusal.startswith(f"{field.name}: ")
+        assert "\n" not in refusal
+        assert len(refusal) < 200
+        return
+    assert type(value) is type(field.default) or (type(value) is int and type(field.default) is float)
+    assert 0 <= value <= 2**32
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"correction": 1}, {"selector": "hkvd:selector=" + "9" * 5000}, {"mask": ["exact"]}, {"surrogate": None}],
+    ids=lambda wrong: str(wrong)[:40],
+)
+def test_python_refuses_other_kinds_of_values(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))) as caught:
+        BlendConfig(**wrong)
+    assert len(str(caught.value)) < 200
 
 
 def test_the_largest_values_answer(filled):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,16 @@ def test_mistakes_and_what_is_not_there(blend, hostile_model, tmp_path):
         one_line(result.err)
     assert OBEYED.search(str(hostile_model))
     _harmless(blend("corpus", nowhere, "--module", "csv"))
+
+
+@pytest.mark.parametrize("name", ["KVBLEND_MODEL", "KVBLEND_STORE", "KVBLEND_DEVICE", "KVBLEND_DTYPE"])
+def test_the_environment(filled, name):
+    for value in (HOSTILE, f"./{HOSTILE}", os.fsdecode(b"\xff\x9b")):
+        blend = replace(filled, env={name: value})
+        result = blend.here("answer", "x", "-q")
+        assert result.code in (2, 5, 8)
+        _harmless(result, result.code)
+        one_line(result.err)
 
 
 def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys):

@@ -1,9 +1,10 @@
 """Ctrl-C, SIGTERM and SIGKILL at any point: one line, the right exit code, nothing lost."""
 
+import random
 import signal
 
 import pytest
-from blend_process import CHUNKS, all_caches, entries, one_line
+from blend_process import ASK, CHUNKS, all_caches, entries, files_of, one_line
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,28 @@ def test_precompute_stops_and_resumes_with_the_rest(lots, number, code):
     assert again["computed"] == all_caches(lots.store) - stored > 0
     assert again["added"] == 0
     assert not list((lots.store / "kv" / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_killed_at_random_moments_precompute_leaves_a_corpus_that_answers(lots, undisturbed, seed):
+    """Killed three times, wherever it is, also while it loads, indexes or fits. Whatever is there then is right."""
+    draw = random.Random(seed)
+    whole = all_caches(undisturbed.store)
+    for _ in range(3):
+        caches = draw.randrange(whole + 1)
+        running = lots.start("precompute", "lots", *CHUNKS)
+        running.until(lambda: draw.random() < 0.002 or all_caches(lots.store) >= caches)  # noqa: B023
+        running.send(signal.SIGKILL).wait()
+        answer = lots(*ASK)
+        if answer.code:
+            assert "no index" in answer.refused(8)
+        else:
+            assert answer.json["problems"] == []
+            assert len(answer.json["chunks"]) == 8
+    lots.done("precompute", "lots", *CHUNKS)
+    assert files_of(lots.store) == files_of(undisturbed.store)
+    answer, expected = lots(*ASK).json, undisturbed(*ASK).json
+    assert (answer["answer"], answer["chunks"]) == (expected["answer"], expected["chunks"])
 
 
 def test_answer_interrupted_while_it_decodes(filled):

@@ -338,7 +338,7 @@ def test_a_reload_amid_an_answer_keeps_what_had_come(visit):
 
 def test_what_another_version_of_the_page_kept_is_let_go(visit):
     visitor = visit()
-    visitor.page.evaluate("sessionStorage.setItem('kvblend.conversation', '[{\"question\": 7}]')")
+    visitor.page.add_init_script("sessionStorage.setItem('kvblend.conversation', '[{\"question\": 7}]')")
     visitor.page.reload()
     expect(visitor.page.locator("#welcome")).to_be_visible()
     visitor.ready()

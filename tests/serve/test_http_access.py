@@ -258,6 +258,12 @@ def test_the_page_and_all_that_it_names(http: httpx.Client) -> None:
     assert page.headers["x-content-type-options"] == "nosniff"
 
 
+def test_scripts_are_scripts_whatever_the_system_says(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no browser runs them: some systems' tables call them plain text."""
+    monkeypatch.setattr("starlette.responses.guess_type", lambda name: ("text/plain", None))
+    assert http.get("/page/app.js").headers["content-type"] == "text/javascript; charset=utf-8"
+
+
 def test_nothing_else_is_given_out(http: httpx.Client) -> None:
     for path in ("", "none.js", "..%2f..%2fapp.py", "../http/app.py", "%2e%2e/service.py", "__init__.py", "../docs"):
         assert refusal(http.get(f"/page/{path}")) == (404, "not_found")

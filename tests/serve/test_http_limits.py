@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -226,3 +226,13 @@ def test_bodies_that_are_received_together_have_a_bound(listen: Callable[..., Se
     until(lambda: served.state.bodies.used == 0, 10)
     assert served.send("POST", path, content=part).status_code == 400  # that is no JSON
     assert served.state.bodies.used == 0
+
+
+@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00", b"GET / HTTP/9\r\n\r\n", b"GET \xff\r\n\r\n", b"A" * 200_000])
+def test_what_is_no_http_is_refused_and_harms_nobody(served: Served, raw: bytes) -> None:
+    with served.connected() as connection, suppress(OSError):
+        connection.sendall(raw)
+        connection.shutdown(socket.SHUT_WR)
+        reply = connection.recv(100_000)
+        assert reply == b"" or reply.startswith(b"HTTP/1.1 400 ")
+    assert served.ask().status_code == 200

@@ -70,6 +70,16 @@ def test_what_cannot_change_an_answer_is_accepted(http: httpx.Client, path: str)
     assert more.json()["choices"] == plain.json()["choices"]
 
 
+def test_the_docs_name_no_code_that_there_is_not() -> None:
+    root = Path(__file__).parents[2]
+    table = (root / "docs" / "http.md").read_text().split("## Errors", 1)[1]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("|")]
+    codes = re.findall(r"`([a-z]+(?:_[a-z]+)*)`", " ".join(rows))
+    source = "".join(path.read_text() for path in (root / "blend" / "serve").rglob("*.py"))
+    assert len(codes) > 15
+    assert [code for code in codes if f'"{code}"' not in source] == []
+
+
 def test_a_prompt_that_is_too_long_is_refused_by_its_field(http: httpx.Client) -> None:
     long = "When did the harbour open? " * 3000
     messages = [{"role": "user", "content": long}]
