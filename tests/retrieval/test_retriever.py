@@ -60,6 +60,14 @@ def test_an_exact_name_is_found_among_what_is_as_similar():
     assert texts_of(parts.search("part 1234", 3))[0] == "part 1234 weighs 2 grams"
 
 
+def test_all_that_have_words_of_the_question_compete_with_what_is_similar():
+    parts = [f"part weighs {number} grams" for number in range(400)]
+    named = ["part with zebra and lion stripes", "part with zebra stripes", "part with lion stripes"]
+    best = texts_of(retriever(*parts, *named).search("part zebra lion", 3))
+    assert best[0] == named[0]
+    assert set(best) == set(named)
+
+
 def test_equal_texts_count_once():
     passes = retriever(*["the pass costs money"] * 150, " The pass  costs MONEY", "pass: 84 crowns", "other")
     found = texts_of(passes.search("the pass", 3))
