@@ -92,6 +92,18 @@ def write_atomically(
         part.replace(path)
 
 
+def write_once(path: Path, content: bytes, mode: int) -> None:
+    """Write a file unless there is one. The last writer wins where the file system has no hard links. Raises OSError."""
+    with _part(path.parent) as part:
+        _write(part, [content], mode, durable=True)
+        try:
+            os.link(part, path)
+        except FileExistsError:
+            pass
+        except OSError:
+            part.replace(path)
+
+
 def check_creatable(folder: Path) -> None:
     """Raise OSError if `write_atomically` cannot create a file in `folder`."""
     with _part(folder) as part, _created(part, 0o600):

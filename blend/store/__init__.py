@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from blend.store.addresses import hot_backend, is_address, origin_of, remote_backend
+from blend.store.addresses import hot_backend, is_address, mounted_above, origin_of, remote_backend
 from blend.store.admin import FarPins, note_of
 from blend.store.backend import CACHES, SOURCES, Backend
 from blend.store.base import ChunkStore, StoreStats, read_descriptions
@@ -137,7 +137,8 @@ def _backend(
         hot = origin.hot
     timeouts = timeouts or Timeouts()
     local = None if cache is None else DiskBackend(Path(cache).expanduser(), budget_bytes)
-    far = remote_backend(address, timeouts, None if local else budget_bytes, local)
+    above = None if cache is None else mounted_above(Path(cache).expanduser())
+    far = remote_backend(address, timeouts, None if local else budget_bytes, local, above)
     if local is not None:
         local.pins = FarPins(far, local)
     near = None if hot is None else hot_backend(hot, far.place, timeouts)

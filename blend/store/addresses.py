@@ -18,13 +18,16 @@ import os
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError, StoreError, first_line
 from blend.files import cache_root, make_private_folder, write_atomically
 from blend.store.backend import Backend
 from blend.store.breaker import Timeouts
+
+if TYPE_CHECKING:
+    from blend.store.files import MountedFiles
 
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 _OBJECTS = ("s3", "gs", "az", "abfs", "abfss")
@@ -93,7 +96,11 @@ def inside(location: str, *names: str) -> str:
 
 
 def remote_backend(
-    location: str, timeouts: Timeouts, budget_bytes: int | None = None, local: Backend | None = None
+    location: str,
+    timeouts: Timeouts,
+    budget_bytes: int | None = None,
+    local: Backend | None = None,
+    above: MountedFiles | None = None,
 ) -> Backend:
     """The backend at an address; no server is asked yet.
 
@@ -101,25 +108,34 @@ def remote_backend(
         location: the address.
         timeouts: how long its server is waited for.
         budget_bytes: what its caches may take; a server keeps its own budget.
-        local: this machine's disk tier, see `StoreFiles`.
+        local: this machine's disk tier, see `MountedFiles`.
+        above: the store that this one lies in, see `MountedFiles`.
 
     Raises:
         ConfigError: an address or credentials that cannot be right, or the `remote` extra is not installed.
 
     """
     location = check_address(location)
-    scheme, _, place = location.partition("://")
-    if scheme.lower() == "file":
+    if _is_mounted(location):
         from blend.store.disk import DiskBackend
-        from blend.store.files import StoreFiles
+        from blend.store.files import MountedFiles
 
-        return DiskBackend(Path(place), budget_bytes, StoreFiles(Path(place), local))
+        root = _directory(location)
+        return DiskBackend(root, budget_bytes, MountedFiles(root, local, above))
     if budget_bytes is not None:
         raise ConfigError(
             f"{shown(location)} has no budget of kvblend's: it is kept small by `blend store prune`, or by its server; "
             "leave --store-budget out or give --store-cache, the disk that it then is for"
         )
     return _server_backend(location, timeouts)
+
+
+def _is_mounted(location: str) -> bool:
+    return location.partition("://")[0].lower() == "file"
+
+
+def _directory(location: str) -> Path:
+    return Path(location.partition("://")[2])
 
 
 def hot_backend(location: str, of: str, timeouts: Timeouts) -> Backend:
@@ -229,6 +245,18 @@ def origin_of(kv: Path) -> Origin | None:
         return None
     below = kv.parent.relative_to(root).parts
     return origin._replace(address=inside(origin.address, *below))
+
+
+def mounted_above(kv: Path) -> MountedFiles | None:
+    """The files of the mounted store that a tenant's store lies in; None for any other store."""
+    from blend.store.disk import DiskBackend
+    from blend.store.files import MountedFiles
+
+    root = root_of(kv.parent)
+    origin = None if root is None or root == kv.parent else origin_of(root / "kv")
+    if root is None or origin is None or not _is_mounted(origin.address):
+        return None
+    return MountedFiles(_directory(origin.address), DiskBackend(root / "kv"))
 
 
 def _read(file: Path) -> Origin | None:

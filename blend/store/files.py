@@ -1,6 +1,6 @@
 """The files of a disk store: written whole or not at all, for their owner alone.
 
-    store.json                    {"kind": "kvblend store", "format": 1}, written first
+    store.json                    {"kind": "kvblend store", "format": 1, "id": ...}, written first
     objects/, artifacts/, ...     see `backend`
     tmp/, .writing                unfinished files; the lock of writers
 
@@ -16,12 +16,14 @@ import json
 import os
 import re
 import stat
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreNotWritableError, StoreUnreachableError
-from blend.files import make_private_folder, sweep, write_atomically
+from blend.files import make_private_folder, sweep, write_atomically, write_once
 from blend.store.backend import Backend
 from blend.store.lease import WAIT_S
 from blend.store.seal import as_json
@@ -48,7 +50,8 @@ _MISSING = (FileNotFoundError, NotADirectoryError)
 
 STORE_FORMAT = 1
 _KIND = "kvblend store"
-_SEEN = "seen"
+_SEEN = "seen"  # holds the id of the store that was seen
+_SEEN_WITHOUT_ID = b"seen"  # what versions wrote that knew no ids
 
 
 class StoreFiles:
@@ -72,22 +75,24 @@ class StoreFiles:
     def require_present(self) -> None:
         """Raise `StoreUnreachableError` when the store was removed or unmounted: nothing that it lacks is a miss then."""
         try:
-            check_manifest(self.root)
+            self._note_seen(store_id(self.root))
         except _MISSING:
             if self._is_seen or (self._local is not None and self._local.read(_SEEN) is not None):
-                anew = "" if self._local is None else f"; to start anew, delete {self._local.place}"
                 raise StoreUnreachableError(
-                    f"the store {self.root} is gone (there is no {MANIFEST} in it): mount its file system again{anew}"
+                    f"the store {self.root} is gone (there is no {MANIFEST} in it): mount its file system again{self._anew}"
                 ) from None
         except OSError as error:
             raise unusable(self.root, error, "read") from None
-        else:
-            self._note_seen()
 
-    def _note_seen(self) -> None:
-        if not self._is_seen and self._local is not None:
+    @property
+    def _anew(self) -> str:
+        return "" if self._local is None else f"; to start anew, delete {self._local.place}"
+
+    def _note_seen(self, current: str) -> None:
+        name = current.encode() or _SEEN_WITHOUT_ID
+        if not self._is_seen and self._local is not None and self._local.read(_SEEN) != name:
             with suppress(StoreError):  # a full disk: the next process tries again
-                self._local.put(_SEEN, [b"seen"])
+                self._local.put(_SEEN, [name])
         self._is_seen = True
 
     def require_writable(self) -> None:
@@ -113,8 +118,8 @@ class StoreFiles:
             raise StoreError(
                 f"{self.root} is not a store and not empty (it holds {foreign[0]!r}): choose an empty or new directory"
             )
-        fields = {"kind": _KIND, "format": STORE_FORMAT}
-        write_atomically(manifest, [as_json(fields)], mode=self.file_mode())
+        fields = {"kind": _KIND, "format": STORE_FORMAT, "id": uuid.uuid4().hex}
+        write_once(manifest, as_json(fields), self.file_mode())
 
     def tidy(self) -> None:
         """Close the store to other users and remove what killed writers left, where this user has the right to."""
@@ -230,8 +235,11 @@ def _close_to_others(root: Path) -> None:
             root.chmod(mode & ~(0o007 if mode & stat.S_ISGID else 0o077))
 
 
-def check_manifest(root: Path) -> None:
-    """Raise `StoreError` where the root is of another kind or format, and OSError where it cannot be read."""
+def store_id(root: Path) -> str:
+    """What tells the store at `root` from others; "" of a store that was made without an id.
+
+    Raises `StoreError` where the root is of another kind or format, and OSError where it cannot be read.
+    """
     try:
         manifest = dict(json.loads((root / MANIFEST).read_bytes()))
     except (ValueError, TypeError, RecursionError):
@@ -244,6 +252,94 @@ def check_manifest(root: Path) -> None:
             f"the store {root} has format {version}, this kvblend reads {STORE_FORMAT}: "
             "upgrade kvblend or choose another store"
         )
+    return str(manifest.get("id", ""))
+
+
+class _ReadId(NamedTuple):
+    """The id in a manifest. stamp: tells that file from others that took its place."""
+
+    stamp: tuple[int, ...]
+    id: str
+
+
+class MountedFiles(StoreFiles):
+    """The files of a store in a directory that is mounted: at its place may be nothing now, or another store.
+
+    Args:
+        root: where the store is.
+        local: this machine's disk tier, which remembers the store's id; without one this process does.
+        above: the mounted store that this one lies in. It must be there before this one is made.
+
+    """
+
+    def __init__(self, root: Path, local: Backend | None = None, above: MountedFiles | None = None) -> None:
+        super().__init__(root, local)
+        self._above = above
+        self._expected: str | None = None
+        self._last_read: _ReadId | None = None
+
+    def require_present(self) -> None:
+        """Raise `StoreUnreachableError` when the store is gone, or another one lies at its place."""
+        current = self._current_id()
+        if current is None:
+            super().require_present()
+            return
+        if self._expected is None:
+            self._expected = self._remembered()
+        if self._expected is None:
+            self._note_seen(current)
+            self._expected = current
+        if current != self._expected:
+            raise StoreUnreachableError(
+                f"at {self.root} lies another store than before: mount the right file system again{self._anew}"
+            )
+        self._is_seen = True
+
+    def require_writable(self) -> None:
+        """Have it made if it never was, but only in the store above that was there before."""
+        if self._above is not None and not self._is_seen:
+            self._above.require_writable()
+        super().require_writable()
+
+    def open(self, path: Path) -> int | None:
+        """Open a file of the store that was seen here, and of no other."""
+        self.require_present()
+        return super().open(path)
+
+    def remove(self, path: Path) -> bool:
+        """Remove a file of the store that was seen here, and of no other."""
+        self.require_present()
+        return super().remove(path)
+
+    def scan(self, path: Path | str) -> list[os.DirEntry[str]]:
+        """List a folder of the store that was seen here, and of no other."""
+        self.require_present()
+        return super().scan(path)
+
+    def failed(self, doing: str, error: OSError) -> StoreError:
+        """A file that cannot be read is damage only where the store itself can be, which is asked of its server anew."""
+        self._last_read = None
+        return super().failed(doing, error)
+
+    def _current_id(self) -> str | None:
+        """The id of the store that is there now, None without one; read again when its manifest is another file."""
+        try:
+            info = (self.root / MANIFEST).stat()
+            stamp = (info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size)
+            last_read = self._last_read
+            if last_read is None or last_read.stamp != stamp:
+                last_read = _ReadId(stamp, store_id(self.root))
+                self._last_read = last_read
+            return last_read.id
+        except _MISSING:
+            return None
+        except OSError as error:
+            raise unusable(self.root, error, "read") from None
+
+    def _remembered(self) -> str | None:
+        """The id that this machine's disk tier remembers; None if it knows of no id."""
+        content = None if self._local is None else self._local.read(_SEEN)
+        return None if content in (None, _SEEN_WITHOUT_ID) else content.decode(errors="replace")
 
 
 @contextmanager

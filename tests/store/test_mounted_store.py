@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from reading import cache, failing, key
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store import open_store
+from blend.store.addresses import replica_of
 
 GONE = "mount its file system again"
 
@@ -76,15 +78,77 @@ def test_an_empty_mount_point_is_an_outage(make, mount, tmp_path, restarted):
     assert key(1) in make()
 
 
-def test_a_store_of_before_that_has_an_id_is_one_too(make, mount):
+def test_another_store_in_its_place_is_none(make, mount, tmp_path):
+    store = make()
+    store.put(key(1), cache(1))
+    read(store, key(1))
+    mount.rename(tmp_path / "elsewhere")
+    make("stranger").put(key(2), cache(2))  # it never knew better
+    line = (
+        f"lies another store than before: mount the right file system again; to start anew, delete {tmp_path / 'one'}"
+    )
+    for asked in (store, make()):
+        read(asked, key(1))  # out of its own disk
+        calls = (
+            lambda asked=asked: asked.open(key(2)),
+            lambda asked=asked: list(asked.keys()),
+            lambda asked=asked: asked.read_artifact("surrogate-1"),
+            lambda asked=asked: asked.put(key(3), cache(3)),
+            lambda asked=asked: asked.delete(key(2)),
+            lambda asked=asked: asked.writing().__enter__(),
+        )
+        for call in calls:
+            with pytest.raises(StoreUnreachableError, match=line):
+                call()
+    assert key(2) in make("stranger")
+    shutil.rmtree(mount)
+    (tmp_path / "elsewhere").rename(mount)
+    assert key(1) in make()
+
+
+@pytest.mark.parametrize("before", ["", "seen"])
+def test_a_store_without_an_id_is_one_too(make, mount, before):
+    """Those of earlier versions, whose disk tiers remember that they saw it."""
     make().put(key(1), cache(1))
     manifest = mount / "corpus" / "store.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "id": "0" * 32}))
+    fields = json.loads(manifest.read_text())
+    assert fields.pop("id")
+    manifest.write_text(json.dumps(fields))
+    seen = mount.with_name("two") / "seen"
+    if before:
+        store = make("two")
+        seen.write_text(before)
     store = make("two")
     assert key(1) in store
     shutil.rmtree(mount)
     with pytest.raises(StoreUnreachableError, match=f"{GONE}; to start anew, delete {mount.with_name('two')}"):
         list(store.keys())
+
+
+def test_a_new_tenant_makes_no_store_on_an_empty_mount_point(tmp_path, mount):
+    root = replica_of(f"file://{mount / 'corpus'}", tmp_path / "near", None)
+    first, second = (root / "tenants" / name / "kv" for name in ("acme", "other"))
+    open_store(root / "kv").put(key(1), cache(1))
+    open_store(first).put(key(1), cache(1))
+    assert (mount / "corpus" / "tenants" / "acme" / "store.json").is_file()
+    mount.rename(tmp_path / "elsewhere")
+    mount.mkdir()
+    with pytest.raises(StoreUnreachableError, match=GONE):
+        open_store(second).put(key(1), cache(1))
+    assert list(mount.iterdir()) == []
+    mount.rmdir()
+    (tmp_path / "elsewhere").rename(mount)
+    open_store(second).put(key(1), cache(1))
+
+
+def test_machines_that_make_it_at_the_same_time_make_one(tmp_path):
+    for number in range(20):
+        place = tmp_path / str(number)
+        stores = [open_store(f"file://{place}") for _ in range(4)]
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda store: store.put(key(1), cache(1)), stores))
+        for store in stores:
+            assert key(1) in store
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
