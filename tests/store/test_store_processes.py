@@ -88,3 +88,71 @@ def test_killed_between_the_file_and_its_place(tmp_path):
     assert store.read_artifact("map") == b"content"
     assert store.generation == before
     assert store.namespaces() == {only.namespace: {}}
+
+
+def test_writers_killed_at_random_moments(tmp_path):
+    """Each round a new writer goes on until it is killed. The store is then as after its last confirmed change, or one more."""
+    work = """
+    def change(store, step):
+        # The next change by this step, and what it makes of the expected state.
+        dice = random.Random(f"{SEED} {step}")
+        number, kind = dice.randrange(6), dice.randrange(4)
+        if kind == 0:
+            return (lambda: store.delete(key(number))), {key(number).digest: None}
+        if kind == 1:
+            return (lambda: write_artifact(store, step)), {"map": step}
+        return (lambda: store.put(key(number), cache(0, step, dice.randrange(1, 400)))), {key(number).digest: step}
+
+    def write_artifact(store, step):
+        with store.writing():  # whoever is killed inside leaves no lock
+            store.write_artifact("map", b"%d" % step)
+
+    def write(confirmations, step):
+        store = open_store(root)
+        while True:
+            change(store, step)[0]()
+            os.write(confirmations, b".")
+            step += 1
+
+    def mark_of(reader):
+        with reader:
+            layers = [reader.layer(i) for i in range(3)]
+            (mark,) = {float(x) for pair in layers for tensor in pair for x in tensor.unique()}
+            return int(mark)
+
+    def state():
+        store = open_store(root)
+        marks = {key.digest: mark_of(store.open(key)) for key in store.keys()}
+        artifact = store.read_artifact("map")
+        return marks if artifact is None else {**marks, "map": int(artifact)}
+
+    SEED = 7
+    dice = random.Random(SEED)
+    expected, step, unfinished = {}, 0, 0
+    for round in range(30):
+        delay_s = dice.uniform(0.0, 0.1)
+        confirmed, confirmations = os.pipe()
+        child = os.fork()
+        if child == 0:
+            write(confirmations, step)
+        os.close(confirmations)
+        time.sleep(delay_s)
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        with open(confirmed, "rb") as pipe:
+            count = len(pipe.read())
+        unfinished += len(list(root.rglob(".*.tmp")))
+        for _ in range(count):
+            expected |= change(None, step)[1]
+            step += 1
+        allowed = [expected, expected | change(None, step)[1]]
+        allowed = [{name: value for name, value in each.items() if value is not None} for each in allowed]
+        now = state()
+        assert now in allowed, f"seed {SEED}, round {round} of {delay_s} s, step {step}: {now} is none of {allowed}"
+        assert not list(root.rglob(".*.tmp")), f"seed {SEED}, round {round}"
+        expected = now
+    print(step, unfinished)
+    """
+    steps, unfinished = map(int, run(tmp_path, work))
+    assert steps > 5  # changes that were confirmed
+    assert unfinished > 0  # a writer was killed inside a file
