@@ -2,6 +2,22 @@
 
     load_documents -> Document -> chunk_documents -> Chunk -> update_index -> ChunkIndex -> Retriever -> RankedChunks
 
+In: files and folders, or the bytes of an upload. Out: the chunks for a question, best first.
+
+Read in this order:
+
+1. `document` and `loading`: a `Document` and how files become some. What is not read is listed with a reason.
+   `readers` has one file a format, `decoding` finds out encodings, `isolated` reads hostile files in a process apart.
+2. `headings` and `plain_headings`: which lines are headings, by the document's markup.
+3. `chunking`: passages within a limit of tokens. The headings above a passage are in its title.
+4. `embedders`: texts to unit vectors; `hub` finds the weights.
+5. `index` and `generations`: chunks and vectors in memory, and on disk.
+6. `retriever`, with `lexical` and `rerank`: from a question to chunks, by meaning and by words.
+
+`corpus_stdlib` and `demo_questions` make the demo corpus. `errors` has all errors that a user can cause.
+
+To add a format, see `readers`. To add an embedder, derive from `embedders.base.Embedder`, and let `load_embedder` make it.
+
 Importing this package loads no torch, faiss or parser: each is loaded where it is first needed.
 """
 

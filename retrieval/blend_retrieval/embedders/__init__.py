@@ -1,4 +1,10 @@
-"""Embedders: the contract in `base`, one implementation per file, and the factory `load_embedder`."""
+"""Embedders: texts in, unit vectors out, `[texts, dimension]` in float32.
+
+Read `base` (the contract `Embedder`), then `sentence` (models of sentence-transformers, the only implementation).
+
+To add an embedder, derive from `Embedder` in a file of its own, and let `load_embedder` make it by its name. Its `identity` is
+written into indexes, so vectors that cannot be compared need different ones. Test it in `tests/retrieval/test_embedding.py`.
+"""
 
 from __future__ import annotations
 

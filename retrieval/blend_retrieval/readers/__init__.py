@@ -1,4 +1,20 @@
-"""Readers of file formats, by suffix. Each reader and its parser are loaded for the first such file."""
+"""Readers of file formats, by suffix. Each reader and its parser are loaded for the first such file.
+
+In: the bytes of a file, and the title to use when the file names none. Out: `Parts`, the documents of the file (`Part`) and
+what was not read of it (`Fault`). `blend_retrieval.loading` calls them, and the reader of mails for attachments.
+
+Read `base` (the types), `text` (the simplest reader), `html` (which others use), then any other. `pdf` reads a page's pieces,
+`pdf_headings` finds headings among them, `pdf_layout` puts them in order.
+
+To add a reader:
+
+1. Write a function `(data: bytes, title: str) -> Parts` in a file of its own. Import the parser inside it: where it is not
+   installed, `reader_for` says what to install. Add the parser to the extra [docs] in pyproject.toml.
+2. Decode text with `blend_retrieval.decoding.decode`, and pass its note on with `base.notes`.
+3. Return a `Part` for each document, with its markup: "markdown" if its text is, "plain" or "code" if it is as in the file.
+   Return a `Fault` for each place that was not read. Raise `UnreadableError` with the reason if that is the whole file.
+4. Name its suffix in `_READERS` below, and test it in `tests/retrieval/test_kinds.py`: no value may change.
+"""
 
 from __future__ import annotations
 

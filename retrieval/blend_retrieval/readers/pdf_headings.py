@@ -61,7 +61,7 @@ _Levels = dict[_Line, int]
 _Head = tuple[str, float]
 
 
-def with_headings(pages: Sequence[Sequence[Piece]], outline: Iterable[Entry]) -> list[list[Piece]]:
+def with_headings(pages: Sequence[Sequence[Piece]], outline: Sequence[Entry]) -> list[list[Piece]]:
     """The pieces of all pages, with the levels of headings set."""
     blocks = [block for number, page in enumerate(pages) for block in _blocks(number, page)]
     lines = list(chain.from_iterable(blocks))
@@ -109,8 +109,8 @@ def _goes_on(above: _Line, line: _Line) -> bool:
     return is_below and _alike(above.size, line.size)
 
 
-def _alike(size: float, other: float) -> bool:
-    return max(size, other) <= _ALIKE * min(size, other)
+def _alike(size: float, second_size: float) -> bool:
+    return max(size, second_size) <= _ALIKE * min(size, second_size)
 
 
 def _running(lines: Sequence[_Line]) -> set[_Head]:
@@ -131,15 +131,20 @@ def _head(line: _Line) -> _Head:
     return text.strip(), line.size
 
 
-def _named_by_outline(lines: Sequence[_Line], outline: Iterable[Entry], running: set[_Head]) -> _Levels:
+def _named_by_outline(lines: Sequence[_Line], outline: Sequence[Entry], running: set[_Head]) -> _Levels:
     """The lines that entries of the outline name, on the pages that they lead to."""
-    by_page = defaultdict(list)
-    for line in lines:
-        by_page[line.page].append(line)
+    pages = {entry.page for entry in outline}
+    titles: dict[tuple[int, str], list[_Block]] = defaultdict(list)
+    for count in range(1, _MOST_LINES + 1):
+        for start in range(len(lines) - count + 1):
+            block = tuple(lines[start : start + count])
+            page = block[0].page
+            if page in pages and page == block[-1].page:
+                titles[page, _letters(_text(block))].append(block)
     levels: _Levels = {}
     for entry in outline:
         title = _letters(entry.title)
-        matches = list(_matches(by_page[entry.page], title)) if title else []
+        matches = titles.get((entry.page, title), []) if title else []
 
         def rank(match: _Block, entry: Entry = entry) -> tuple[bool, float, float]:
             line = match[0]
@@ -152,16 +157,8 @@ def _named_by_outline(lines: Sequence[_Line], outline: Iterable[Entry], running:
     return levels
 
 
-def _matches(lines: Sequence[_Line], title: str) -> Iterator[_Block]:
-    """Each line, or few lines one after another, with these letters."""
-    for first in range(len(lines)):
-        for stop in range(first + 1, first + 1 + _MOST_LINES):
-            match = tuple(lines[first:stop])
-            letters = _letters(" ".join(line.text for line in match))
-            if letters == title:
-                yield match
-            if not title.startswith(letters):
-                break
+def _text(block: _Block) -> str:
+    return " ".join(line.text for line in block)
 
 
 def _letters(text: str) -> str:
@@ -170,26 +167,29 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, title.casefold()))
 
 
-def _larger(blocks: Sequence[_Block], named: _Levels, running: set[_Head]) -> _Levels:
+def _larger(blocks: Sequence[_Block], outlined: _Levels, running: set[_Head]) -> _Levels:
     """Short lines that are larger than the text, with levels by size; sizes that the outline names keep its levels."""
     characters: Counter[float] = Counter()
     for block in blocks:
         characters[block[0].size] += _length(block)
     text_size = max(characters, key=lambda size: characters[size], default=0.0)
-    large = [block for block in blocks if block[0].size >= _LARGER * text_size and named.keys().isdisjoint(block)]
+    large = [block for block in blocks if block[0].size >= _LARGER * text_size and outlined.keys().isdisjoint(block)]
     by_size: dict[float, list[_Block]] = defaultdict(list)
     for block in large:
-        size = block[0].size
-        by_size[next((other for other in by_size if _alike(other, size)), size)].append(block)
+        alike = (size for size in by_size if _alike(size, block[0].size))
+        size = next(alike, block[0].size)
+        by_size[size].append(block)
     names = _names(blocks, text_size)
     most = _TEXT_SHARE * characters.total()
     headings: dict[float, list[_Block]] = {}
     for size in sorted(by_size, reverse=True):
-        same = [block for block in by_size[size] if block not in names and _head(block[0]) not in running]
-        like = list(filter(_is_like_heading, same))
-        if like and len(like) >= _HEADING_SHARE * len(same) and sum(map(_length, same)) <= most:
-            headings[size] = like
-    levels = _levels_by_size(headings, {line.size: level for line, level in named.items()})
+        candidates = [block for block in by_size[size] if block not in names and _head(block[0]) not in running]
+        likely = list(filter(_is_like_heading, candidates))
+        length = sum(map(_length, candidates))
+        if likely and len(likely) >= _HEADING_SHARE * len(candidates) and length <= most:
+            headings[size] = likely
+    outline_levels = {line.size: level for line, level in outlined.items()}
+    levels = _levels_by_size(headings, outline_levels)
     return {line: levels[size] for size, same in headings.items() for block in same for line in block}
 
 
@@ -214,7 +214,7 @@ def _names(blocks: Sequence[_Block], text_size: float) -> set[_Block]:
 
 
 def _is_like_heading(block: _Block) -> bool:
-    text = " ".join(line.text for line in block)
+    text = _text(block)
     title = _NUMBER.sub("", text, count=1)
     letters = sum(map(str.isalpha, title))
     is_words = letters >= _LEAST_LETTERS and 2 * letters >= len(title.replace(" ", ""))
@@ -223,13 +223,13 @@ def _is_like_heading(block: _Block) -> bool:
     return is_words and is_short and is_no_sentence
 
 
-def _levels_by_size(sizes: Iterable[float], named: dict[float, int]) -> dict[float, int]:
+def _levels_by_size(sizes: Iterable[float], outline_levels: dict[float, int]) -> dict[float, int]:
     """Levels for sizes, largest first: the outline's for the same size, or one below the next larger one."""
     levels: dict[float, int] = {}
     level = 0
     for size in sizes:
-        same = [named[other] for other in named if _alike(other, size)]
-        larger = [named[other] for other in named if other > size]
-        level = same[0] if same else max([level, *larger]) + 1
+        same = [depth for outline_size, depth in outline_levels.items() if _alike(outline_size, size)]
+        above = [depth for outline_size, depth in outline_levels.items() if outline_size > size]
+        level = same[0] if same else max([level, *above]) + 1
         levels[size] = min(level, _MOST_LEVELS)
     return levels
