@@ -14,6 +14,7 @@ from click.core import ParameterSource
 from blend.cli import opening, options
 from blend.cli.console import make_sure, print_json, say, seconds
 from blend.cli.options import number
+from blend.cli.progress import counting
 from blend.corpora import complete_sources, corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store import ChunkReader, open_store
@@ -31,6 +32,12 @@ _NEW_S = 3600.0  # the process that put a cache may not have noted its document 
 _BATCH = 500
 _AT_ONCE = 16  # downloads
 _POLL_S = 1.0
+_ARTIFACTS = {
+    "correction": "KV correction",
+    "quality": "estimates of quality",
+    "surrogate": "surrogate context",
+    "fit": "unfinished fit of a KV correction",
+}
 _SHORTEST_DIGEST = 8  # characters of a digest that name a cache
 
 
@@ -65,24 +72,26 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
     described = dict(sorted(caches.namespaces().items()))
     namespaces = [{"caches": len(list(caches.keys(name))), **words} for name, words in described.items()]
     names = corpora(store)
+    artifacts = caches.artifacts()
     if as_json:
         whole = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names, "namespaces": namespaces}
-        print_json({**whole, "artifacts": caches.artifacts()})
+        print_json({**whole, "artifacts": artifacts})
         return
     say(f"{store}: {stats.entries:,} chunk caches, {_size(stats.nbytes)}")
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
-    for words in namespaces:
+    for name, words in zip(described, namespaces, strict=True):
         if words["caches"]:
-            say(f"  {_describe(words)}")
+            say(f"  {_describe(words)}{_fitted(artifacts, name)}")
 
 
 @command.command()
 @options.store_and_key
+@click.option("--tier", metavar="NAME", help="Of this tier, as `stats` names it.  [default: the one that has all]")
 @options.json_option
-def ls(store: Path, store_key: Path | None, as_json: bool) -> None:
+def ls(store: Path, store_key: Path | None, tier: str | None, as_json: bool) -> None:
     """List the chunk caches: digest, size, age, document; a * marks a pinned one."""
-    for cache in _list_caches(_open_caches(store, store_key)):
+    for cache in _list_caches(_open_caches(store, store_key), tier):
         if as_json:
             print_json(cache._asdict())
         else:
@@ -114,15 +123,22 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
 def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
     caches = _open_caches(store, store_key)
-    checked = 0
     damaged: list[tuple[Backend, str]] = []
-    for tier, backend in caches.backend.tiers.items():
-        tier_caches = caches.over(backend)
-        for name in backend.names(CACHES):
-            checked += 1
-            if problem := verify_entry(tier_caches, name):
-                damaged.append((backend, name))
-                say(f"{tier}: {problem}")
+    problems: list[str] = []
+    entries = [
+        (tier, backend, name) for tier, backend in caches.backend.tiers.items() for name in backend.names(CACHES)
+    ]
+    checked = len(entries)
+    try:
+        with counting("Verifying caches", "caches", checked) as count:
+            for number, (tier, backend, name) in enumerate(entries, 1):
+                if problem := verify_entry(caches.over(backend), name):
+                    damaged.append((backend, name))
+                    problems.append(f"{tier}: {problem}")
+                count(number)
+    finally:  # not under the bar; also after Ctrl-C
+        for problem in problems:
+            say(problem)
     if damaged and len(damaged) == checked and not caches.check_key():
         raise StoreError(
             f"none of {checked:,} caches is what was written, so nothing is removed: is --store-key missing, or another one? "
@@ -216,9 +232,12 @@ def _open_caches(store: Path, store_key: Path | None) -> ChunkStore:
     return open_store(store / "kv", key=opening.store_key(store_key))
 
 
-def _list_caches(caches: ChunkStore) -> Iterator[Listed]:
-    """The caches, as the tier lists them that has all of them."""
-    backend = next(iter(caches.backend.tiers.values()))
+def _list_caches(caches: ChunkStore, tier: str | None = None) -> Iterator[Listed]:
+    """The caches of a tier; without a name of the one that has all of them. Raises `ConfigError` for an unknown one."""
+    tiers = caches.backend.tiers
+    if tier is not None and tier not in tiers:
+        raise ConfigError(f"this store has no tier {tier!r}: name {' or '.join(tiers)}")
+    backend = tiers[tier] if tier is not None else next(iter(tiers.values()))
     documents = read_sources(caches).documents
     pins = pinned(caches.backend)
     now = time.time()
@@ -243,16 +262,18 @@ def _tier_stats(name: str, backend: Backend) -> dict[str, Any]:
 def _removed(store: Path, caches: ChunkStore, going: list[Listed], *, unused: bool) -> list[Listed]:
     """Remove these in batches. Before each batch, leave out what a precompute or a pin has claimed since they were listed."""
     removed: list[Listed] = []
-    for begin in range(0, len(going), _BATCH):
-        batch = going[begin : begin + _BATCH]
-        with caches.writing():
-            claimed = set(pinned(caches.backend))
-            if unused:
-                claimed.update(complete_sources(caches, store, _REFUSED).documents)
-            free = [cache for cache in batch if cache.digest not in claimed]
-            for cache in free:
-                caches.delete(ChunkKey(cache.namespace, cache.digest))
-        removed += free
+    with counting("Removing caches", "caches", len(going)) as count:
+        for begin in range(0, len(going), _BATCH):
+            batch = going[begin : begin + _BATCH]
+            with caches.writing():
+                claimed = set(pinned(caches.backend))
+                if unused:
+                    claimed.update(complete_sources(caches, store, _REFUSED).documents)
+                free = [cache for cache in batch if cache.digest not in claimed]
+                for number, cache in enumerate(free, 1):
+                    caches.delete(ChunkKey(cache.namespace, cache.digest))
+                    count(begin + number)
+            removed += free
     return removed
 
 
@@ -283,13 +304,15 @@ def _fetched(caches: ChunkStore, chosen: list[Listed]) -> str:
         return ""
     keys = [ChunkKey(cache.namespace, cache.digest) for cache in chosen]
     try:
-        for batch in in_batches(keys, _AT_ONCE):
-            for reader in caches.open_many(batch):
-                if isinstance(reader, ChunkReader):
-                    with reader, suppress(EntryDamagedError):
-                        reader.layer(0)  # a server's cache comes whole
-        while not caches.backend.wait(_POLL_S):
-            pass
+        with counting("Fetching caches", "caches", len(keys)) as count:
+            for batch in in_batches(list(enumerate(keys, 1)), _AT_ONCE):
+                for (number, _), reader in zip(batch, caches.open_many([key for _, key in batch]), strict=True):
+                    if isinstance(reader, ChunkReader):
+                        with reader, suppress(EntryDamagedError):
+                            reader.layer(0)  # a server's cache comes whole
+                    count(number)
+            while not caches.backend.wait(_POLL_S):
+                pass
         near = set(local.names(CACHES))
     except StoreError as error:
         return f", none on this machine's disk: {error}"
@@ -301,6 +324,18 @@ def _describe(words: Mapping[str, Any]) -> str:
     dtype = words.get("dtype", "?")
     kind = "contextual" if "contextual" in words else "isolated"
     return f"{model}, {dtype}, prefix of {words.get('prefix_tokens', '?')} tokens: {words['caches']:,} {kind} caches"
+
+
+def _fitted(artifacts: Sequence[str], namespace: str) -> str:
+    """What was fitted to the caches of a namespace, and of which corpora if they have names."""
+    corpora_of: dict[str, list[str]] = {}
+    for artifact in artifacts:
+        kind, of_namespace, *corpus = artifact.split("-", 2)
+        words = _ARTIFACTS.get(kind.partition("_")[0])
+        if words and of_namespace == namespace:
+            corpora_of.setdefault(words, []).extend(corpus)
+    fits = [f"{words} ({', '.join(sorted(set(names)))})" if names else words for words, names in corpora_of.items()]
+    return "".join(f"; {fit}" for fit in fits)
 
 
 def _size(nbytes: int) -> str:

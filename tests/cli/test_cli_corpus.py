@@ -88,7 +88,9 @@ def test_two_corpora_know_nothing_of_each_other(both):
     for name in ("mine", "theirs"):
         assert (kinds[f"surrogate-{name}"], kinds[f"correction-{name}"]) == (1, 2)
     assert listed["corpora"] == ["mine", "theirs"]
-    assert "corpora: mine, theirs" in both.here("store").out
+    shown = both.here("store").out
+    assert "corpora: mine, theirs" in shown
+    assert "; KV correction (mine, theirs); surrogate context (mine, theirs)\n" in shown
     assert stat.S_IMODE((both.store / "corpora").stat().st_mode) == 0o700
     # Isolated caches have read nothing but the prefix and their own chunk: the shared document has them once.
     distinct = {chunk["id"] for name in ("mine", "theirs") for chunk in answer(both, name)["chunks"]}

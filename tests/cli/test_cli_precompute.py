@@ -110,8 +110,9 @@ def test_store_lists_what_is_there(filled):
     assert kinds == ["correction", "correction", "probe", "surrogate"]
     shown = filled.here("store").out
     assert f"{count + contextual} chunk caches" in shown
-    assert re.search(rf"float32, prefix of \d+ tokens: {count} isolated caches\n", shown)
-    assert f"{contextual} contextual caches\n" in shown
+    isolated = rf"float32, prefix of \d+ tokens: {count} isolated caches; KV correction; surrogate context\n"
+    assert re.search(isolated, shown)
+    assert f"{contextual} contextual caches; KV correction\n" in shown
 
 
 def test_a_corpus_without_a_surrogate(filled, documents):

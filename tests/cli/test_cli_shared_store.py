@@ -59,6 +59,8 @@ def test_what_a_tier_that_is_down_still_has_is_said(machine, documents, tmp_path
 
     before = tiers()["local"]
     assert 0 < before <= tiers()["far"] == len(one("store", "ls").out.splitlines())
+    assert len(one("store", "ls", "--tier", "local").out.splitlines()) == before
+    assert "has no tier 'hot': name far or local" in one("store", "ls", "--tier", "hot").refused(2)
     removed = two("store", "prune", "--older-than", "0", "--store-hot", "redis://127.0.0.1:1/0")
     assert removed.code == 7
     assert "caches removed" in removed.out

@@ -1,20 +1,14 @@
 """What a terminal and a pipe see: help, progress bars, widths, colours, encodings, closed pipes."""
 
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
-from contextlib import suppress
-from pathlib import Path
 
 import click
 import pytest
 from places import PYTHONPATH, REPOSITORY
+from pty_terminal import TERMINAL, Terminal
 
 from blend.cli import blend as group
 from blend.cli import progress
@@ -22,32 +16,6 @@ from blend.select import SELECTORS, make_selector
 
 COMMANDS = group.list_commands(click.Context(group))
 HEAVY = ("torch", "transformers", "faiss", "triton", "sentence_transformers", "numpy")
-
-
-class Terminal:
-    """A pseudo terminal that a command may have as its output; `shown` is all it was sent."""
-
-    def __init__(self, columns: int) -> None:
-        self._master, self._slave = pty.openpty()
-        self.path = Path(os.ttyname(self._slave))
-        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        self._pieces: list[bytes] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        with suppress(OSError):  # the other side is closed
-            while piece := os.read(self._master, 65536):
-                self._pieces.append(piece)
-
-    @property
-    def shown(self) -> str:
-        os.close(self._slave)
-        self._reader.join(10)
-        return b"".join(self._pieces).decode()
-
-
-TERMINAL = {"TERM": "xterm-256color", "COLUMNS": ""}
 
 
 def _python(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
