@@ -6,7 +6,7 @@ import warnings
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def write_picture(findings: Findings, path: Path) -> None:
 
     kind = path.suffix.lower()[1:]
     drawing = BytesIO()
-    settings = {"svg.hashsalt": "kvblend", "font.size": 9.5}
+    settings: Any = {"svg.hashsalt": "kvblend", "font.size": 9.5}
     metadata = {"Date": None} if kind == "svg" else None
     with mpl.rc_context(settings), warnings.catch_warnings(action="ignore"):  # of signs in names that the font lacks
         draw(findings).savefig(drawing, format=kind, dpi=160, metadata=metadata)
