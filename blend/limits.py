@@ -76,7 +76,9 @@ NUMBERS = {
     "k": _ROWS,
     "lead": Limits(0, MOST_ROWS),
     "seed": Limits(0, 2**32 - 1),
+    "first": Limits(1, 2, whole=False),
     "layer": Limits(0, MOST_LAYERS - 1),  # where a selector chooses
+    "factor": Limits(0, 1000, whole=False),  # how many budgets of rows it keeps there
     # How a corpus is made and asked.
     "chunk_tokens": Limits(16, MOST_ROWS),  # shorter chunks hold no sentence
     "surrogate_tokens": Limits(0, MOST_ROWS),

@@ -24,6 +24,7 @@ SELECTORS = {
     "hkvd": BlendConfig("hkvd", ratio=0.3),
     "hkvd-k": BlendConfig("hkvd:of=k", ratio=0.2),
     "hkvd-kv-layer-2": BlendConfig(HighDeviation(check_layer=2, of="kv"), ratio=0.2),
+    "gradual": BlendConfig("gradual", ratio=0.3),
     "first_k": BlendConfig(selector="first_k", ratio=0.25),
     "first_4": BlendConfig("first_k:k=4", ratio=0.5),
     "random": BlendConfig(Random(3), ratio=0.3),

@@ -134,7 +134,7 @@ def plain(value: object) -> Any:
     return value
 
 
-_RANKED_BY = {"hkvd": "check", "query_guided": "question", "mixed": "both"}
+_RANKED_BY = {"hkvd": "check", "gradual": "check", "query_guided": "question", "mixed": "both"}
 
 
 def prompt_document(

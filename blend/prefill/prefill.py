@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,9 @@ from blend.prefill.inputs import BlenderParts, PromptInputs
 from blend.prefill.plan import make_plan
 from blend.prefill.question import QueryAttention
 from blend.quality import RATIOS, Estimate, Judge, Quality, Target, signals_of
-from blend.select import All, Evidence, Nothing, make_selector, require_whole_chunks
-from blend.select.base import KV, needs_of, rows_of, scoring_layers
+from blend.select import All, Evidence, Nothing, Step, make_selector, require_whole_chunks
+from blend.select.base import KV, needs_of, scoring_layers
+from blend.select.selectors import rows_of
 from blend.types import LEAD_SHARE, Selection
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class Prefill:
         self._leads = self._on_device(plan.leads)
         rows = np.sort(np.concatenate((plan.candidates, always)), kind="stable")
         self._rows = Run.on_host(rows, device)
-        self._looked_at = len(rows)
+        self._computed_from = [(0, len(rows))]  # how many rows are computed from which layer on
         self._ids = self._on_device(self.prompt.layout.ids)[None]
 
     @property
@@ -238,7 +239,7 @@ class Prefill:
         quality = Quality.of(config)
         if not quality.asked or self.library is None or not any(self.opened.hits):
             return None
-        if needs.query is None or needs.check_layer:
+        if needs.query is None or needs.steps != (Step(0),):
             return None
         return self._blender.estimators.target(self.library, quality)
 
@@ -299,8 +300,9 @@ class Prefill:
             if self.judge is not None and logits is not None:
                 self._judge(self.judge, logits[-1])
                 self.logits = logits[-1:]
-            if not self._needs.check_layer:
-                self._narrow(None)
+            for step in self._needs.steps:
+                if step.layer == 0:
+                    self._narrow(step, None)
             self._watch_recomputed(0)
 
     @cached_property
@@ -331,7 +333,7 @@ class Prefill:
         signals = []
         for ratio in RATIOS:
             budget = max(0, round(ratio * plan.stored) - plan.lead_rows)
-            rows = rows_of(plan.selector, self._evidence(None, budget))
+            rows = rows_of(plan.selector, self._evidence(Step(0), None, budget))
             computed = torch.cat((rows, required))
             signals.append(signals_of(logits, attention, stale, computed))
         estimate = judge.choice(signals)
@@ -341,16 +343,15 @@ class Prefill:
         budget = int(self._decoder.agreed(torch.tensor(budget)))
         self.plan = replace(plan, budget=budget)
 
-    def _narrow_at_check_layer(self, keys: Tensor, values: Tensor) -> Tensor:
-        """The rows to keep from the check layer on, given its KV of all rows, `[1, kv_heads, rows, head_dim]`."""
-        layer = self._needs.check_layer
-        self.assembly.await_layer(layer)
+    def _narrow_at(self, step: Step, keys: Tensor, values: Tensor) -> Tensor:
+        """The rows to keep from the step on, given its layer's KV of the rows so far, `[1, kv_heads, rows, head_dim]`."""
+        self.assembly.await_layer(step.layer)
         with self._watch.stage("select"):
-            self._narrow((keys, values))
-            self._watch_recomputed(layer)
+            self._narrow(step, (keys, values))
+            self._watch_recomputed(step.layer)
         return self._rows.positions
 
-    def _narrow(self, fresh: KV | None) -> None:
+    def _narrow(self, step: Step, fresh: KV | None) -> None:
         selector = self.plan.selector
         if isinstance(selector, All):
             return
@@ -358,10 +359,11 @@ class Prefill:
             self._candidates = self._candidates[:0]
             self._rows = self._always
         else:
-            evidence = self._evidence(fresh, self.plan.budget)
+            evidence = self._evidence(step, fresh, round(step.factor * self.plan.budget))
             self._candidates = self._decoder.agreed(rows_of(selector, evidence))
             rows = torch.cat((self._candidates, self._always.positions)).sort().values
             self._rows = Run(rows, None, self.prompt.layout.rows)
+        self._computed_from.append((step.layer, self._rows.rows))
 
     def _watch_recomputed(self, layer: int) -> None:
         """Have the check compare the rows with stored KV that are recomputed from this layer on."""
@@ -370,18 +372,17 @@ class Prefill:
             rows = torch.cat((rows, self._leads)).sort().values
         self._check.choose(rows, layer)
 
-    def _evidence(self, fresh: KV | None, budget: int) -> Evidence:
-        layer = self._needs.check_layer
+    def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
         candidates = self._candidates
         stored = None
         if fresh is not None:
             fresh = _at(fresh, torch.searchsorted(self._rows.positions, candidates))
-            stored = _at(self.cache.view(layer), candidates)
+            stored = _at(self.cache.view(step.layer), candidates)
         return Evidence(
             self.prompt.layout,
             candidates,
             min(budget, candidates.shape[0]),
-            layer=layer,
+            layer=step.layer,
             fresh=fresh,
             stored=stored,
             query_attention=None if self._attention is None else self._attention[:, candidates],
@@ -400,14 +401,14 @@ class Prefill:
         """The chosen rows, all at once or in ascending pieces.
 
         A piece reads the rows that earlier pieces wrote, as it would in one pass. A selector that chooses at a check layer gets
-        all rows in one piece. With recurrent layers the leads run with the question: if they are enough, its
-        pass was the recompute.
+        all rows in one piece, and may choose among them again at later layers. With recurrent layers the leads run with the
+        question: if they are enough, its pass was the recompute.
         """
         is_computed = self.logits is not None and not self._candidates.shape[0]
         if is_computed and self.plan.whole_chunks:
             return
-        layer = self._needs.check_layer
-        narrowings = (Narrowing(layer, self._narrow_at_check_layer),) if layer else ()
+        later = [step for step in self._needs.steps if step.layer > 0]
+        narrowings = tuple(Narrowing(step.layer, partial(self._narrow_at, step)) for step in later)
         with self._watch.stage("recompute"):
             if self.plan.whole_chunks:
                 self._restart_states(self._rows)
@@ -458,9 +459,10 @@ class Prefill:
     @property
     def selection(self) -> Selection:
         """The rows that were computed."""
-        check_layer = self._needs.check_layer
-        counts = [self._looked_at + self._ahead.rows] * check_layer
-        counts += [self._rows.rows + self._ahead.rows] * (self._depth - check_layer)
+        counts = []
+        for layer in range(self._depth):
+            rows_so_far = [rows for start, rows in self._computed_from if start <= layer]
+            counts.append(rows_so_far[-1] + self._ahead.rows)
         counts += [1] * (len(self._decoder.layers) - self._depth)  # those that keep no KV
         if self.attempt.instead_of is not None:
             earlier = self.attempt.instead_of.selection.rows_per_layer

@@ -5,11 +5,12 @@ Importing this package loads no torch, so that a configuration can hold a select
 
 from __future__ import annotations
 
-from blend.select.base import Evidence, Needs, QueryScore, Selector, top_candidates
+from blend.select.base import Evidence, Needs, QueryScore, Selector, Step, top_candidates
 from blend.select.selectors import (
     SELECTORS,
     All,
     FirstK,
+    Gradual,
     HighDeviation,
     Mixed,
     Nothing,
@@ -25,6 +26,7 @@ __all__ = [
     "All",
     "Evidence",
     "FirstK",
+    "Gradual",
     "HighDeviation",
     "Mixed",
     "Needs",
@@ -34,6 +36,7 @@ __all__ = [
     "Random",
     "ScoringSelector",
     "Selector",
+    "Step",
     "make_selector",
     "require_whole_chunks",
     "top_candidates",

@@ -55,6 +55,7 @@ MEANINGS = {
     "layers": "layers at which the question's attention scores rows",
     "check_layer": "layer at which deviation is measured",
     "of": "deviation of values, of keys, or of both",
+    "first": "rows that are kept at the check layer, in budgets; fewer at later layers",
     "k": "most rows a chunk; auto spends the whole budget",
     "seed": "seed of the random numbers",
     "lead": "rows at the start of every chunk that are taken first; auto is 6 for query_guided, else 0",
@@ -147,34 +148,64 @@ KV: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 @dataclass(frozen=True)
+class Step:
+    """One choice of a selector: from `layer` on, `factor` times the budget of rows is computed. Raises `ConfigError`."""
+
+    layer: int
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a selector must see before it can choose, so that loading and compute can be planned.
 
     Attributes:
-        check_layer: Where it chooses. Layer 0 costs nothing; a higher one runs the layers below, and its own QKV projection, on
-            all rows.
+        check_layer: Where it chooses first. Layer 0 costs nothing; a higher one runs the layers below, and its own QKV
+            projection, on all rows.
         query: How the query rows, run once over the stored caches, score the context rows. None if they need not run.
+        later: Where it chooses again, by ascending layer, among the rows that are still computed.
+        factor: How many budgets of rows it keeps at `check_layer`.
 
     Raises:
-        ConfigError: There is no such layer.
+        ConfigError: There is no such layer, or the layers do not ascend.
+
+    Examples:
+        >>> Needs(check_layer=1, factor=1.5, later=(Step(4), Step(8, 0.5))).steps
+        (Step(layer=1, factor=1.5), Step(layer=4, factor=1.0), Step(layer=8, factor=0.5))
     """
 
     check_layer: int = 0
     query: QueryScore | None = None
+    later: tuple[Step, ...] = ()
+    factor: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("layer", self.check_layer)
+        check_number("factor", self.factor)
+        layers = [step.layer for step in self.steps]
+        if layers != sorted(set(layers)):
+            raise ConfigError(
+                f"a selector chooses at layers {', '.join(map(str, layers))}; give them in ascending order"
+            )
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All its choices, by ascending layer."""
+        return (Step(self.check_layer, self.factor), *self.later)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a selector sees.
+    """What a selector sees at one of its steps.
 
     Attributes:
         layout: The prompt.
-        candidates: Sorted positions of the context rows that came from the store, int64 `[candidates]`.
+        candidates: Sorted positions of the context rows that came from the store and are still computed, int64 `[candidates]`.
         budget: How many rows to return.
-        layer: Its check layer.
+        layer: The layer of the step.
         fresh: Keys and values of that layer at the candidates, computed in context, `[1, kv_heads, candidates, head_dim]`.
             None at layer 0.
         stored: The same from the store, repositioned. None at layer 0.
@@ -257,25 +288,21 @@ def best_chunks(scores: Tensor, evidence: Evidence) -> Tensor:
     return evidence.candidates[taken]
 
 
-_BUILT_IN = "blend.select.selectors"
-
-
 def needs_of(selector: Selector, layers: int) -> Needs:
     """The checked needs of a selector for a decoder with KV in its first `layers` layers. Raises `ConfigError`."""
     needs = selector.needs(layers)
     if not isinstance(needs, Needs):
         raise ConfigError(f"selector {selector.spec}: its needs are {shown(needs)}; return a blend.Needs")
-    if needs.check_layer >= layers:
+    last = needs.steps[-1].layer
+    if last >= layers:
         raise ConfigError(
-            f"selector {selector.spec}: layer {needs.check_layer} has no KV: the model keeps KV in layers 0 to {layers - 1}"
+            f"selector {selector.spec}: layer {last} has no KV: the model keeps KV in layers 0 to {layers - 1}"
         )
     return needs
 
 
-def rows_of(selector: Selector, evidence: Evidence) -> Tensor:
+def checked_rows(selector: Selector, evidence: Evidence) -> Tensor:
     """The rows that a selector chooses, sorted. Raises `ConfigError` if it breaks the contract of `Selector.select`."""
-    if type(selector).__module__ == _BUILT_IN:  # checked by tests; on a GPU each look at the rows waits for them
-        return selector.select(evidence)
     candidates = evidence.candidates.clone()  # a selector may change its evidence
     chosen = selector.select(evidence)
     if wrong := _broken(chosen, candidates, evidence.budget):

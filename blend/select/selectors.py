@@ -1,7 +1,7 @@
 """The built-in selectors.
 
 - `query_guided`: rows that the question attends to over the stored caches.
-- `hkvd`: rows whose KV differs most in context (CacheBlend, Yao et al. 2025, section 4).
+- `hkvd`, `gradual`: rows whose KV differs most in context (CacheBlend, Yao et al. 2025, section 4), at one layer or at several.
 - `mixed`: deviation and attention together.
 - `first_k`: the first rows of every chunk after the first, where isolated chunks grow attention sinks (EPIC, Hu et al. 2025).
 - `random`, `all`, `none`: controls.
@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from blend.errors import ConfigError
 from blend.limits import check_fields, shown
-from blend.select.base import KV, Evidence, Needs, QueryScore, Selector, best_chunks, parsed, top_candidates
+from blend.select.base import (
+    KV,
+    Evidence,
+    Needs,
+    QueryScore,
+    Selector,
+    Step,
+    best_chunks,
+    checked_rows,
+    parsed,
+    top_candidates,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,8 +118,40 @@ class HighDeviation(ScoringSelector):
         return self.allot(seen_deviation(evidence, self.of), evidence)
 
 
+GRADUAL_STEPS = 4  # narrowings cost a QKV projection each
+
+
+@dataclass(frozen=True)
+class Gradual(HighDeviation):
+    """As hkvd, with more rows at first, of which those that deviate least are dropped at later layers.
+
+    The gradual filtering of CacheBlend (Yao et al. 2025, arXiv 2405.16444, section 4.3): deviation is measured again at each
+    step, over the rows that are still computed. From the check layer on, the layers compute the budget on average.
+
+    first: rows that are kept at the check layer, in budgets.
+    """
+
+    name: ClassVar[str] = "gradual"
+
+    first: float = 1.5
+
+    def needs(self, layers: int) -> Needs:
+        """The check layer and up to three more, an eighth of the depth apart, where the rows decrease evenly."""
+        above = layers - self.check_layer
+        places = range(self.check_layer, layers, max(1, above // 8))[:GRADUAL_STEPS]
+        if len(places) < 2:
+            return Needs(self.check_layer)
+        weights = [1 - step / (len(places) - 1) for step in range(len(places))]  # of `first`, the others of `last`
+        mean_weight = sum(weights) * places.step / above
+        last = (1 - self.first * mean_weight) / (1 - mean_weight)
+        steps = [
+            Step(place, last + (self.first - last) * weight) for place, weight in zip(places, weights, strict=True)
+        ]
+        return Needs(self.check_layer, factor=self.first, later=tuple(steps[1:]))
+
+
 def seen_deviation(evidence: Evidence, of: DeviationOf) -> Tensor:
-    """Distance of fresh from stored KV at the check layer, fp32 `[candidates]`."""
+    """Distance of fresh from stored KV at the step's layer, fp32 `[candidates]`."""
     assert evidence.fresh is not None
     assert evidence.stored is not None
     return deviation(evidence.fresh, evidence.stored, of)
@@ -224,9 +267,20 @@ class Random(Selector):
 
 
 SELECTORS: dict[str, type[Selector]] = {
-    kind.name: kind for kind in (HighDeviation, QueryGuided, Mixed, FirstK, Random, All, Nothing)
+    kind.name: kind for kind in (HighDeviation, Gradual, QueryGuided, Mixed, FirstK, Random, All, Nothing)
 }
-"""The built-in selectors by the names that specs have for them."""
+"""The built-in selectors by the names that specs have for them. `tests/select` holds each of them to the contract."""
+
+
+def rows_of(selector: Selector, evidence: Evidence) -> Tensor:
+    """The rows that a selector chooses, sorted.
+
+    Raises `ConfigError` if a selector that is not in `SELECTORS` breaks the contract of `Selector.select`. Those in it are
+    checked by tests instead: on a GPU each look at the rows waits for them.
+    """
+    if type(selector) in SELECTORS.values():
+        return selector.select(evidence)
+    return checked_rows(selector, evidence)
 
 
 def make_selector(spec: str | Selector) -> Selector:

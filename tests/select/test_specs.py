@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from blend import BlendConfig
 from blend.errors import ConfigError
 from blend.limits import NUMBERS
-from blend.select import SELECTORS, FirstK, HighDeviation, QueryGuided, Random, Selector, make_selector
+from blend.select import SELECTORS, FirstK, Gradual, HighDeviation, QueryGuided, Random, Selector, make_selector
 from blend.select.base import MEANINGS, allowed, parameters
 
 LAYERS = st.sampled_from(["all", "middle", "upper", "3", "4-9", "3+7+12-15", "0-9999"])
@@ -50,6 +50,7 @@ def test_a_spec_is_read_back(selector):
         (QueryGuided(), "query_guided"),
         (QueryGuided("3+7+12-15"), "query_guided:layers=3+7+12-15"),
         (HighDeviation(2, "kv", lead=8), "hkvd:check_layer=2,of=kv,lead=8"),
+        (Gradual(2, first=1.25), "gradual:check_layer=2,first=1.25"),
         (FirstK(4), "first_k:k=4"),
         (Random(3), "random:seed=3"),
     ],
@@ -66,7 +67,7 @@ def test_what_is_at_its_default_may_be_said_and_is_not_written():
 
 
 REFUSED = {
-    "hkdv": "unknown selector 'hkdv'; choose one of hkvd, query_guided, ",
+    "hkdv": "unknown selector 'hkdv'; choose one of hkvd, gradual, query_guided, ",
     "": "unknown selector ''",
     "HKVD": "unknown selector 'HKVD'",
     "hkvd:": "'' is not KEY=VALUE; it takes check_layer, ",
