@@ -261,6 +261,16 @@ def test_a_long_line_after_a_number_sign_is_no_heading():
     assert list(headings_in(f"# {'word ' * 60}\n\n# Fees\n", "marked")) == [(1, "Fees", 304, 311)]
 
 
+def test_damaged_titles_leave_the_text():
+    half_a_pair = b"<FEFFD8000041>"
+    objects = outline([(0, "Fees", 4, 740)], 6)
+    objects[1] = objects[1].replace(b"(Fees)", half_a_pair)
+    data = pdf([page(*BY_SIZE)], *objects, title="Paper", catalog=b"/Outlines 6 0 R ")
+    (document,), skipped = load_bytes("a.pdf", data.replace(b"(Paper)", half_a_pair))
+    assert (document.title, skipped) == ("a", ())
+    assert headings(document) == LEVELS
+
+
 def test_a_damaged_outline_leaves_the_text():
     entries = [(0, "Fees", 4, 740), (0, "Gone", 99, 700), (0, "Loop", 4, 600)]
     contents = [page(*BY_SIZE)]

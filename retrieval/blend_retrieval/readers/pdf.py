@@ -7,7 +7,9 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,7 +61,7 @@ def read_pdf(data: bytes, title: str) -> Parts:
             document.init_forms()
             outline = list(_outline(document))
             pages = [_read_page(document, number) for number in range(len(document))]
-            named = document.get_metadata_value("Title").strip()
+            named = _decoded(partial(document.get_metadata_value, "Title"))
             attachments = map(document.get_attachment, range(document.count_attachments()))
             names = [attachment.get_name() for attachment in attachments]
         finally:
@@ -119,18 +121,21 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
 
 def _outline(document: PdfDocument) -> Iterator[Entry]:
     """The entries of a document's outline that lead to one of its pages."""
-    import pypdfium2
+    for bookmark in islice(document.get_toc(), _MOST_ENTRIES):
+        target = bookmark.get_dest()
+        page = target.get_index() if target else None
+        title = _decoded(bookmark.get_title)
+        if page is not None and title:
+            _, view = target.get_view()
+            top = view[1] if len(view) == _XYZ else None
+            yield Entry(bookmark.level, title, page, top)
 
-    try:
-        for bookmark in islice(document.get_toc(), _MOST_ENTRIES):
-            target = bookmark.get_dest()
-            page = target.get_index() if target else None
-            if page is not None:
-                _, view = target.get_view()
-                top = view[1] if len(view) == _XYZ else None
-                yield Entry(bookmark.level, bookmark.get_title(), page, top)
-    except pypdfium2.PdfiumError:  # a damaged outline; the text has its own headings
-        return
+
+def _decoded(read: Callable[[], str]) -> str:
+    """A title, or "" if it is damaged."""
+    with suppress(UnicodeDecodeError):
+        return read().strip()
+    return ""
 
 
 def _is_scan(page: PdfPage, pieces: Sequence[Piece]) -> bool:

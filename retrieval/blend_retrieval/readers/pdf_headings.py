@@ -138,9 +138,8 @@ def _named_by_outline(lines: Sequence[_Line], outline: Sequence[Entry], running:
     for count in range(1, _MOST_LINES + 1):
         for start in range(len(lines) - count + 1):
             block = tuple(lines[start : start + count])
-            page = block[0].page
-            if page in pages and page == block[-1].page:
-                titles[page, _letters(_text(block))].append(block)
+            if block[0].page in pages:
+                titles[block[0].page, _letters(_text(block))].append(block)
     levels: _Levels = {}
     for entry in outline:
         title = _letters(entry.title)
