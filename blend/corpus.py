@@ -206,7 +206,7 @@ def prepare(
     library = _decide(change, quick=quick)
     variants = library.variants(change.ids, contextual=not quick)
     missing = library.missing_of([variant for variant in variants if share.holds(library.key(variant))])
-    return PreparedCorpus(library, variants, missing, update)
+    return PreparedCorpus(library, variants, library.restore(missing, progress), update)
 
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:

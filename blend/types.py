@@ -413,7 +413,8 @@ STAGES = ("retrieve", "load", "reposition", "select", "recompute", "first_token"
 Progress = Callable[[str, int, int], None]
 """Called with a stage, the amount done, and the total.
 
-Of a precompute: "chunk" in documents, "embed" in chunks, "encode" and "calibrate" in tokens, "solve" in layers, "questions".
+Of a precompute: "chunk" in documents, "embed" in chunks, "restore" in caches, "encode" and "calibrate" in tokens, "solve" in
+layers, "questions".
 Of a fetch of weights: "download" in parts, and "wait", "verify", "convert" and "load", one step each.
 """
 

@@ -147,6 +147,21 @@ class ChunkLibrary:
         stored = self.store.held(map(self.key, variants))
         return [key for key in variants if self.key(key) not in stored]
 
+    def restore(self, missing: Sequence[CacheKey], progress: Progress = no_progress) -> list[CacheKey]:
+        """Copy these back to the store's far place from its nearer tiers; returns those that have to be computed.
+
+        progress: of the stage "restore", in caches.
+        Raises `StoreError` when the store cannot be written.
+        """
+        if not missing or len(self.store.backend.tiers) == 1:
+            return list(missing)
+        lost: list[CacheKey] = []
+        for number, key in enumerate(missing, start=1):
+            if not self.store.restore(self.key(key)):
+                lost.append(key)
+            progress("restore", number, len(missing))
+        return lost
+
     def key(self, key: CacheKey) -> ChunkKey:
         """Where the store keeps this cache."""
         return self.encoder(key.kind).identity.key(key.chunk)

@@ -166,6 +166,10 @@ class Backend(ABC):
         """`open_many` of the place that decides what is stored: copies in nearer tiers do not count."""
         return self.open_many(names)
 
+    def restore(self, name: str) -> bool:
+        """Store a cache again that a nearer tier has a sound copy of. Returns whether one has. Raises `StoreError`."""
+        return False
+
     def read(self, name: str) -> bytes | None:
         """The whole content, or None. Raises `EntryDamagedError`."""
         blob = self.open(name)

@@ -288,6 +288,11 @@ class ChunkStore:
         """Those of these keys that have a usable entry, in tiers in the far place alone. Raises `StoreError`."""
         return self._usable(keys, self.backend.stored)
 
+    def restore(self, key: ChunkKey) -> bool:
+        """Copy an entry that the far place lost back from a nearer tier. Returns whether one has it. Raises `StoreError`."""
+        self.require_its_key()
+        return self.backend.restore(cache_name(key))
+
     def readable(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Those of these keys that have an entry in any tier."""
         return self._usable(keys, self.backend.open_many)

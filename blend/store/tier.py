@@ -29,7 +29,7 @@ class Tier:
         self.backend = backend
         self._breaker = CircuitBreaker(pause_s)
         self._lock = threading.Lock()
-        self._told: set[type[StoreError]] = set()
+        self._told: set[str] = set()
 
     @contextmanager
     def guard(self) -> Iterator[Backend]:
@@ -66,10 +66,15 @@ class Tier:
             self.attempt(lambda backend: backend.delete(name), None)
 
     def _warn(self, error: StoreError, line: str) -> None:
+        if not isinstance(error, CircuitOpenError):
+            self.warn_once(type(error).__name__, line)
+
+    def warn_once(self, kind: str, line: str) -> None:
+        """Log the line, unless one of this kind was logged before."""
         with self._lock:
-            is_told = type(error) in self._told
-            self._told.add(type(error))
-        if not is_told and not isinstance(error, CircuitOpenError):
+            is_told = kind in self._told
+            self._told.add(kind)
+        if not is_told:
             LOG.warning("%s", line)
 
 

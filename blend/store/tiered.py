@@ -180,6 +180,19 @@ class TierSearch:
                 break
             tier.attempt(lambda backend: backend.put(name, [content]), None)
 
+    def copy_of(self, name: str) -> memoryview | None:
+        """All bytes of a cache out of the nearest tier that has a sound copy, but not of the far one; None without a copy."""
+        for tier in self._tiers[:-1]:
+            (blob,) = tier.open_many([name])
+            try:
+                if isinstance(blob, EntryDamagedError):
+                    raise blob
+                if blob is not None:
+                    return self._checked(tier, name, blob).whole()
+            except StoreError as error:
+                tier.report(name, error)
+        return None
+
     def _count(self, field: str, more: int) -> None:
         with self._lock:
             self._counts[field] += more
@@ -251,6 +264,15 @@ class TieredBackend(Backend):
         """Open entries in the far place only, not in a nearer copy."""
         return self._far.open_many(names)
 
+    def restore(self, name: str) -> bool:
+        """Put a copy of a nearer tier in the far place, which lost this cache."""
+        content = self._search.copy_of(name)
+        if content is None:
+            return False
+        with self._far.guard() as far:
+            far.put(name, [content])
+        return True
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until all downloads are kept. Returns whether that came in time."""
         return self._pool.wait(timeout_s)
@@ -268,12 +290,22 @@ class TieredBackend(Backend):
                 raise
             return copy or None
         if name == GENERATION:
+            self._warn_where_emptied(content)
             self._generation = content
             self._fresh_until = time.monotonic() + _FRESH_S
         copy = content or b""
         if self._may_copy(name, copy) and self._copy_of(name) != copy:
             self._nearer("local", lambda disk: disk.put(name, [copy]), None)
         return content
+
+    def _warn_where_emptied(self, generation: bytes | None) -> None:
+        """Warn when the far place has lost its generation: nothing deletes that alone, so all else is lost, too."""
+        if generation is None and (self._generation or self._copy_of(GENERATION)):
+            self._far.warn_once(
+                "emptied",
+                f"{self.place} has lost all that it held, as a Redis does that is flushed, or restarted without persistence: "
+                "run `blend precompute` again, and see that it keeps its data",
+            )
 
     def _copy_of(self, name: str) -> bytes | None:
         """Its last content; empty for a miss, None when unknown."""

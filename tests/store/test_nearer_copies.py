@@ -1,13 +1,13 @@
-"""Copies in nearer tiers of what the far place lacks: they are not stored, and are removed."""
+"""Copies in nearer tiers of what the far place lacks: they are not stored, and are copied back or removed."""
 
 import pytest
-from reading import cache, key, read
+from reading import assert_holds, cache, flip, key, path_of, read
 from servers import redis_address
 
 from blend.errors import EntryDamagedError, StoreUnreachableError
 from blend.store import Timeouts, open_store
 from blend.store.admin import remove_copies
-from blend.store.backend import pin_cache
+from blend.store.backend import cache_name, pin_cache
 
 
 @pytest.fixture(params=["disk", "redis"])
@@ -29,6 +29,33 @@ def test_a_copy_is_no_entry(stores):
     assert key(1) not in store
     assert store.readable([key(1), key(2), key(3)]) == {key(1), key(2)}
     store.open(key(1)).close()  # an answer uses it all the same
+
+
+def test_a_lost_entry_is_copied_back(stores):
+    store, far = stores
+    content = far.backend.read(cache_name(key(1)))
+    far.delete(key(1))
+    assert [store.restore(key(number)) for number in (1, 3)] == [True, False]
+    assert far.backend.read(cache_name(key(1))) == content
+    assert_holds(far, key(1), cache(1))
+    assert [far.restore(key(1)), far.restore(key(3))] == [False, False]  # it has no nearer tiers
+
+
+def test_a_damaged_copy_is_not_copied_back_but_the_next_sound_one_is(tmp_path):
+    address = f"file://{tmp_path / 'far'}"
+    disk_alone = open_store(address, cache=tmp_path / "near")
+    both = open_store(address, cache=tmp_path / "other", hot=redis_address(6))
+    for store, number in ((disk_alone, 1), (both, 2)):
+        store.put(key(number), cache(number))
+        read(store, key(number))
+        assert store.backend.wait(20)
+        copy = path_of(open_store(store.backend.tiers["local"].root), key(number))
+        flip(copy, -1)  # in its last layer
+        open_store(address).delete(key(number))
+        assert store.restore(key(number)) == (number == 2)
+        assert not copy.exists()
+    assert open_store(address).open(key(1)) is None
+    assert_holds(open_store(address), key(2), cache(2))
 
 
 def test_copies_of_what_is_gone_are_removed_but_for_pinned_ones(stores):

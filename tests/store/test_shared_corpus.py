@@ -157,6 +157,26 @@ def test_what_another_machine_removed_is_stored_again(machine, documents):
     assert all(third.answer(QUESTION, max_new_tokens=1).blend.hits)
 
 
+def test_caches_that_the_far_place_lost_come_from_a_nearer_tier(machine, documents, tmp_path):
+    first, other = map(machine, ("first", "other"))
+    first.precompute(documents)
+    first.answer(QUESTION, max_new_tokens=1)  # its disk has copies
+    assert first.store.backend.wait(20)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "mounted" / "objects").rglob("*.safetensors")}
+    copies = {path.name for path in (tmp_path / "first" / "kv" / "objects").rglob("*.safetensors")}
+    assert copies
+    shutil.rmtree(tmp_path / "mounted" / "objects")
+    stages = []
+    again = first.precompute(documents, progress=lambda stage, done, total: stages.append((stage, done, total)))
+    assert again.computed == len(files) - len(copies)
+    assert again.reused == len(copies)
+    assert ("restore", len(files), len(files)) in stages
+    restored = {path.name: path.read_bytes() for path in (tmp_path / "mounted" / "objects").rglob("*.safetensors")}
+    assert {name: content for name, content in files.items() if name in copies}.items() <= restored.items()
+    assert restored.keys() == files.keys()
+    assert all(other.answer(QUESTION, max_new_tokens=1).blend.hits)
+
+
 def test_a_corpus_that_is_not_mounted_is_not_withdrawn(machine, documents, tmp_path):
     mount = tmp_path / "mounted"
     first, second = map(machine, ("first", "second"))

@@ -281,3 +281,41 @@ def test_a_bucket_that_refuses_is_no_miss_and_says_so(make, bucket, fault, words
             call()
     tell_bucket("")
     assert_holds(make(cache=None, hot=None), key(1), cache(1))
+
+
+def lose_everything(address):
+    """As a flush of the Redis does; other tests are in the same database."""
+    far = open_store(address).backend
+    for name in ("artifacts/map", "generation"):
+        far.delete(name)
+
+
+def test_a_far_redis_that_was_flushed_is_told_once(tmp_path, caplog):
+    address = f"{redis_address(0)}/{tmp_path.name}"
+
+    def generation():
+        return open_store(address, cache=tmp_path / "near").generation
+
+    assert generation() == ""
+    open_store(address).write_artifact("map", b"content")
+    assert generation()
+    assert not caplog.messages  # a store that never held anything has lost nothing
+    lose_everything(address)
+    for _ in range(2):
+        assert generation() == ""
+    (line,) = caplog.messages
+    assert line.startswith(f"{address} has lost all that it held")
+    assert "run `blend precompute` again" in line
+
+
+def test_a_running_process_tells_of_it_without_a_disk(tmp_path, caplog):
+    address = f"{redis_address(0)}/{tmp_path.name}"
+    store = open_store(address)
+    store.write_artifact("map", b"content")
+    assert store.generation
+    lose_everything(address)
+    for _ in range(2):
+        store.backend.delete("generation")  # so that it is asked for at once
+        assert store.generation == ""
+    (line,) = caplog.messages
+    assert line.startswith(f"{address} has lost all that it held")
