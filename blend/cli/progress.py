@@ -48,7 +48,7 @@ class StageWords(NamedTuple):
 _STAGES = {
     "chunk": StageWords("Dividing documents", "documents"),
     "embed": StageWords("Embedding chunks", "chunks"),
-    "restore": StageWords("Copying lost caches back", "caches"),
+    "restore": StageWords("Looking for copies in nearer tiers", "caches"),
     "encode": StageWords("Computing caches", "tokens"),
     "calibrate": StageWords("Measuring the KV correction", "tokens"),
     "solve": StageWords("Fitting the KV correction", "layers"),
