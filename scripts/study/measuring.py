@@ -21,7 +21,8 @@ from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
-from study.tables import BASELINE, FULL
+from study.selectors import studied_selector
+from study.tables import BASELINE, FULL, GRADUAL
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
@@ -31,14 +32,19 @@ Methods = dict[str, BlendConfig]
 _AS_STORED: dict[str, Any] = {"correction": False, "surrogate": False}
 
 
-def methods(selectors: Sequence[str], ratios: Sequence[float]) -> Methods:
-    """Plain reuse, the published selection, and these selectors at each ratio, such as `query_guided 15 %`."""
+def methods(selectors: Sequence[str], ratios: Sequence[float], blender: Blender) -> Methods:
+    """Plain reuse, the published selection at one layer and gradually, and these selectors at each ratio.
+
+    A selector's name is such as `query_guided 15 %`.
+    """
     compared = {
         "reuse": BlendConfig(selector="none", **_AS_STORED),
         BASELINE: BlendConfig(selector="hkvd", ratio=0.15, mask="bottom-right", **_AS_STORED),
+        GRADUAL: BlendConfig(selector="gradual", ratio=0.15, mask="bottom-right", **_AS_STORED),
     }
-    for selector in selectors:
-        compared |= {f"{selector} {100 * ratio:.0f} %": BlendConfig(selector=selector, ratio=ratio) for ratio in ratios}
+    for spec in selectors:
+        selector = studied_selector(spec, blender)
+        compared |= {f"{spec} {100 * ratio:.0f} %": BlendConfig(selector=selector, ratio=ratio) for ratio in ratios}
     return compared
 
 
@@ -57,7 +63,9 @@ class Workload:
         place = options.stores / options.model.lstrip("/") / path.stem
         store = open_store(place / codec if several else place, codec=codec, budget_bytes=STORE_BYTES)
         template = PromptTemplate(decoder.tokenizer)
-        self._evaluator = Evaluator(Blender(decoder, store), template, max_new_tokens=options.max_new_tokens)
+        blender = Blender(decoder, store)
+        self.methods = methods(options.selectors, options.ratios, blender)
+        self._evaluator = Evaluator(blender, template, max_new_tokens=options.max_new_tokens)
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -68,7 +76,6 @@ class Workload:
 
 def run(options: Namespace, results: Results) -> None:
     """Measure methods on the first --records of each set; what the results hold is not measured again."""
-    compared = methods(options.selectors, options.ratios)
     decoder = Decoder.load(str(resolve_model(options.model)), name=options.model, dtype="float32")
     workloads = [Workload(path, decoder, options, codec) for path in options.sets for codec in options.codecs]
     if not any(workload.records for workload in workloads):
@@ -76,13 +83,13 @@ def run(options: Namespace, results: Results) -> None:
     for start in range(0, options.records, ROUND):
         for workload in workloads:
             for record in workload.records[start : min(start + ROUND, options.records)]:
-                _measure(workload, record, compared, results)
+                _measure(workload, record, results)
 
 
-def _measure(workload: Workload, record: Record, compared: Methods, results: Results) -> None:
+def _measure(workload: Workload, record: Record, results: Results) -> None:
     """Measure what is missing on one record, after full recompute; a prompt that does not fit the model is left out."""
     about = {"model": workload.model, "set": workload.name, "id": record.id}
-    named = {f"{name}{workload.suffix}": config for name, config in compared.items()}
+    named = {f"{name}{workload.suffix}": config for name, config in workload.methods.items()}
     missing = [
         Method(name, config) for name, config in named.items() if not results.find("rows", {**about, "method": name})
     ]
@@ -94,12 +101,15 @@ def _measure(workload: Workload, record: Record, compared: Methods, results: Res
         say(f"{record.id} left out: {error}")
         return
     for measured in (full, *others):
-        results.put("rows", {**about, "method": measured.method}, _row(measured, full))
+        results.put("rows", {**about, "method": measured.method}, _row(measured, full, record))
     say(f"{workload.name} {record.id} ({full.rows_total} rows)")
 
 
-def _row(measured: Measurement, full: Measurement) -> Row:
-    """A method on a record, next to full recompute of it. f1_full: word F1 to full recompute's answer. None means undefined."""
+def _row(measured: Measurement, full: Measurement, record: Record) -> Row:
+    """A method on a record, next to full recompute of it.
+
+    f1_full: word F1 to full recompute's answer. gold: the gold answers. kind: the record's kind. None means undefined.
+    """
     itself = measured is full
     same = ("f1", "answer", "right", "ttft_s")
     return {name: getattr(measured, name) for name in same} | {
@@ -110,4 +120,6 @@ def _row(measured: Measurement, full: Measurement) -> Row:
         "select_s": measured.stages.get("select", 0.0),
         "rows": measured.rows_total,
         "share": measured.rows_computed / measured.rows_total,
+        "gold": record.answers,
+        "kind": record.task,
     }

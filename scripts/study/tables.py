@@ -15,6 +15,7 @@ from blend.intervals import Interval, paired_interval
 
 FULL = "full"  # what every method is judged by, under the evaluator's name of it
 BASELINE = "published"  # HKVD on V, squared L2, layer 1, bottom-right mask, whole question recomputed
+GRADUAL = "published, gradual"  # the same, filtered gradually
 RESAMPLES = 2000
 COLUMNS = "median KL | top-1 | F1 to full's answer | agreement with gold | difference to full | rows | TTFT | selecting"
 

@@ -7,12 +7,12 @@ import pytest
 from commands import command, output
 
 from _results import Results, grouped
-from blend.errors import DatasetError
+from blend.errors import ConfigError, DatasetError
 from study.measuring import run
 from study.tables import show
 from tests.tiny_model import save_tiny_model
 
-METHODS = {"full", "reuse", "published", "query_guided 5 %", "query_guided 15 %"}
+METHODS = {"full", "reuse", "published", "published, gradual", "query_guided 5 %", "query_guided 15 %"}
 
 
 def rows(folder):
@@ -81,3 +81,38 @@ def test_what_cannot_be_measured_is_refused(measured, tmp_path):
     small.write_text("".join((measured / "questions.jsonl").read_text().splitlines(keepends=True)[:30]))
     with pytest.raises(DatasetError, match="no set has a record to measure"):
         again(measured, sets=(small,))
+
+
+STUDIED = [
+    "gradual",
+    "oracle",
+    "sums",
+    "sums:last=1",
+    "blocks:block=4",
+    "floors:floor=1",
+    "zsum",
+    "prefilter:budgets=1.5",
+]
+
+
+def test_selectors_of_the_study_are_measured_next_to_built_in_ones(measured, tmp_path):
+    """Each spends the same budget; `prefilter` runs fewer rows below its check layer than `mixed`."""
+    for name in ("questions.jsonl", "tiny"):
+        (tmp_path / name).symlink_to(measured / name)
+    again(
+        tmp_path, 1, sets=(tmp_path / "questions.jsonl",), selectors=[*STUDIED, "mixed", "query_guided"], ratios=[0.3]
+    )
+    by_method = {row["method"]: row for row in rows(tmp_path)}
+    assert all(by_method[f"{spec} 30 %"]["kl"] is not None for spec in STUDIED)
+    shares = {spec: by_method[f"{spec} 30 %"]["share"] for spec in (*STUDIED, "mixed", "query_guided")}
+    assert len({shares[spec] for spec in ("oracle", "sums", "sums:last=1", "blocks:block=4", "query_guided")}) == 1
+    assert shares["query_guided"] < shares["prefilter:budgets=1.5"] < shares["mixed"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("oracle:depth=3", "depth"), ("sums:last=x", "malformed"), ("blocks:block", "see scripts/study")],
+)
+def test_a_selector_of_the_study_that_cannot_be_read_is_refused(measured, spec, message):
+    with pytest.raises(ConfigError, match=message):
+        again(measured, selectors=[spec])
