@@ -87,7 +87,7 @@ def test_who_has_lost_the_lease_writes_nothing_more(backend, monkeypatch):
         successor.start()
         successor.join(20)
         for write in writes(backend, b"late"):
-            with pytest.raises(StoreError, match="another process may be writing to .*: run the same command again"):
+            with pytest.raises(StoreError, match=r"another process may be writing to .*: run the same command again"):
                 write()
         assert backend.read("artifacts/map") == b"other"
     assert backend.read("writing") == b"free"
