@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from argparse import Namespace
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,31 @@ from study.tables import BASELINE, FULL, GRADUAL
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
 STORE_BYTES = 6 << 30
+RATIO = 0.15  # of the published selection, which other methods are compared with
 ROUND = 4  # records of a set before the next set has its turn
 Methods = dict[str, BlendConfig]
 _AS_STORED: dict[str, Any] = {"correction": False, "surrogate": False}
 
 
-def methods(selectors: Sequence[str], ratios: Sequence[float], blender: Blender) -> Methods:
-    """Plain reuse, the published selection at one layer and gradually, and these selectors at each ratio.
+def methods(options: Namespace, blender: Blender) -> Methods:
+    """Plain reuse, the published selection at one layer and gradually, and --selectors at each of --ratios.
 
-    A selector's name is such as `query_guided 15 %`.
+    A name is such as `query_guided 15 %`; `published` alone has 15 %.
     """
-    compared = {
-        "reuse": BlendConfig(selector="none", **_AS_STORED),
-        BASELINE: BlendConfig(selector="hkvd", ratio=0.15, mask="bottom-right", **_AS_STORED),
-        GRADUAL: BlendConfig(selector="gradual", ratio=0.15, mask="bottom-right", **_AS_STORED),
-    }
-    for spec in selectors:
-        selector = studied_selector(spec, blender)
-        compared |= {f"{spec} {100 * ratio:.0f} %": BlendConfig(selector=selector, ratio=ratio) for ratio in ratios}
+    compared = {"reuse": BlendConfig(selector="none", **_AS_STORED)}
+    for name, selector in ((BASELINE, "hkvd"), (GRADUAL, "gradual")):
+        for ratio in options.published:
+            config = BlendConfig(selector=selector, ratio=ratio, mask="bottom-right", **_AS_STORED)
+            compared[name if ratio == RATIO else _with_ratio(name, ratio)] = config
+    for spec in options.selectors:
+        own_selector = studied_selector(spec, blender)
+        for ratio in options.ratios:
+            compared[_with_ratio(spec, ratio)] = BlendConfig(selector=own_selector, ratio=ratio)
     return compared
+
+
+def _with_ratio(name: str, ratio: float) -> str:
+    return f"{name} {100 * ratio:.0f} %"
 
 
 class Workload:
@@ -64,7 +69,7 @@ class Workload:
         store = open_store(place / codec if several else place, codec=codec, budget_bytes=STORE_BYTES)
         template = PromptTemplate(decoder.tokenizer)
         blender = Blender(decoder, store)
-        self.methods = methods(options.selectors, options.ratios, blender)
+        self.methods = methods(options, blender)
         self._evaluator = Evaluator(blender, template, max_new_tokens=options.max_new_tokens)
 
     @cached_property

@@ -23,7 +23,13 @@ def again(folder, records=3, **changed):
     """Measure what is missing."""
     sets = (folder / "questions.jsonl", folder / "meetings.jsonl")
     places = {"sets": sets, "stores": folder / "stores", "model": str(folder / "tiny")}
-    sizes = {"records": records, "max_new_tokens": 4, "selectors": ["query_guided"], "ratios": [0.05, 0.15]}
+    sizes = {
+        "records": records,
+        "max_new_tokens": 4,
+        "selectors": ["query_guided"],
+        "ratios": [0.05, 0.15],
+        "published": [0.15],
+    }
     run(Namespace(**{**places, **sizes, "codecs": ["float32"], **changed}), Results(folder / "r.json"))
 
 
