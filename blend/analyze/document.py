@@ -32,6 +32,7 @@ from blend.analyze.numbers import (
 )
 from blend.analyze.readings import readings
 from blend.analyze.study import KVDeviation
+from blend.analyze.words import KINDS
 from blend.config import BlendConfig
 from blend.eval.output import write_whole
 from blend.eval.report import RunInfo
@@ -88,6 +89,7 @@ def analysis_document(prompts: Sequence[Analyzed], info: RunInfo, notes: Sequenc
             "high": HIGH,
             "starts": bin_names(START_BINS),
             "ends": bin_names(END_BINS),
+            "kinds": KINDS,
         },
         "mean": asdict(mean),
         "readings": readings(mean),
@@ -138,7 +140,12 @@ _RANKED_BY = {"hkvd": "check", "gradual": "check", "query_guided": "question", "
 
 
 def prompt_document(
-    analysis: PromptAnalysis, config: BlendConfig, identity: Mapping[str, str], *, pictures: bool
+    analysis: PromptAnalysis,
+    config: BlendConfig,
+    identity: Mapping[str, str],
+    *,
+    pictures: bool,
+    layer: int | None = None,
 ) -> dict[str, object]:
     """JSON value of one prompt.
 
@@ -147,6 +154,7 @@ def prompt_document(
         config: how it was blended.
         identity: its id and question.
         pictures: whether the token-by-token pictures of every layer are part of it.
+        layer: the one to show first; None takes the middle layer whose rows give most to other chunks.
     """
     ranked = _RANKED_BY.get(make_selector(config.selector).name)
     segments = zip(analysis.segments.names, analysis.segments.spans, strict=True)
@@ -155,6 +163,7 @@ def prompt_document(
         "rows": analysis.layout.rows,
         "segments": [{"name": name, "start": span.start, "stop": span.stop} for name, span in segments],
         "tokens": list(analysis.texts),
+        "kinds": [KINDS[kind] for kind in analysis.kinds],
         "recomputed": analysis.recomputed.tolist(),
         "ranked_by": ranked,
         "shown": ranked or "before",
@@ -164,7 +173,7 @@ def prompt_document(
         "question_attention": analysis.exchange.question,
         "question_reading": _question_reading(analysis),
         "chunk_deviation": _chunk_deviation(analysis),
-        "pictures": _pictures(analysis) if pictures else None,
+        "pictures": _pictures(analysis, layer) if pictures else None,
     }
 
 
@@ -206,15 +215,15 @@ def _relative(deviation: KVDeviation) -> ndarray:
     return relative
 
 
-def _pictures(analysis: PromptAnalysis) -> dict[str, object]:
-    """One head of every layer; the middle layer whose rows give most to other chunks is shown first."""
+def _pictures(analysis: PromptAnalysis, layer: int | None) -> dict[str, object]:
+    """One head of every layer. layer: see `prompt_document`."""
     cross = [float(layer_attention.cross.sum()) for layer_attention in analysis.attention]
     middle = scoring_layers("middle", range(len(cross)))
     pictures = [layer_attention.picture for layer_attention in analysis.attention]
     return {
         "width": pictures[0].width,
         "cells": len(pictures[0].cells),
-        "shown": max(middle, key=cross.__getitem__),
+        "shown": max(middle, key=cross.__getitem__) if layer is None else layer,
         "layers": [{"layer": view.layer, "head": view.head, "cells": view.encoded()} for view in pictures],
     }
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy import ndarray
 
 from blend.analyze.study import Deviation, PromptAnalysis
+from blend.analyze.words import KINDS
 from blend.types import PromptLayout
 
 QUANTILES = (0.05, 0.25, 0.50, 0.75, 0.95)
@@ -52,12 +53,14 @@ class DeviationNumbers:
 class Places:
     """Counts of rows of the chunks after the first, all of them and the high ones; float64, so that means of them make sense.
 
-    by_start: `[bins of START_BINS, 2]`, distance from the chunk's first token. by_end: the same from its last token.
+    by_start: `[bins of START_BINS, 2]`, distance from the chunk's first token. by_end: the same from its last token. by_kind:
+    `[KINDS, 2]`, kind of the word.
     Column 0 counts all rows, column 1 the high ones.
     """
 
     by_start: ndarray
     by_end: ndarray
+    by_kind: ndarray
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def summarize(analysis: PromptAnalysis) -> Numbers:
         ),
         keys=_deviation(before.keys, after.keys),
         values=_deviation(before.values, after.values),
-        places=find_places(before.values.squared, layout),
+        places=find_places(before.values.squared, layout, analysis.kinds),
         cross=_cross(analysis),
         size=np.array(sizes, dtype=np.float64),
     )
@@ -197,11 +200,11 @@ def _ranks(values: ndarray) -> ndarray:
     return mean
 
 
-def find_places(squared: ndarray, layout: PromptLayout) -> Places:
+def find_places(squared: ndarray, layout: PromptLayout, kinds: Sequence[int]) -> Places:
     """Count where the `HIGH` share of rows with the largest deviation sit.
 
-    squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. The first
-    chunk is left out: it stands where it was computed and does not deviate.
+    squared: `[layers, context rows]`; a row's deviation is the sum over layers, each layer scaled to mean 1. kinds: of all rows
+    of the prompt. The first chunk is left out: it stands where it was computed and does not deviate.
     """
     lengths = np.array([span.length for span in layout.chunk_spans], dtype=np.int64)
     starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -213,6 +216,7 @@ def find_places(squared: ndarray, layout: PromptLayout) -> Places:
     return Places(
         by_start=_count(np.digitize(depth[later], START_BINS) - 1, high, len(START_BINS)),
         by_end=_count(np.digitize(from_end[later], END_BINS) - 1, high, len(END_BINS)),
+        by_kind=_count(np.array(kinds)[slice(*layout.context)][later], high, len(KINDS)),
     )
 
 

@@ -18,6 +18,7 @@ from blend.analyze.numbers import (
     divide,
     mean_defined,
 )
+from blend.analyze.words import KINDS
 
 _UNDEFINED = "There is nothing to measure: too few chunks, layers, or rows that deviate."
 
@@ -32,6 +33,7 @@ def readings(numbers: Numbers) -> dict[str, str]:
         "correlation": _correlation(numbers.values),
         "starts": _starts(numbers.places),
         "ends": _ends(numbers.places),
+        "kinds": _kinds(numbers.places),
         "cross": _cross(numbers.cross),
         "variation": _variation(numbers.cross),
         "reads": _reads(numbers.cross),
@@ -99,6 +101,12 @@ def _ends(places: Places) -> str:
     rows, high = places.by_end[1:].sum(0)
     last, inner = divide(np.array([places.by_end[0, 1], high]), np.array([places.by_end[0, 0], rows]))
     return f"Of the chunks' last tokens {last:.0%} are among the highest {HIGH:.0%}, of all tokens before them {inner:.0%}."
+
+
+def _kinds(places: Places) -> str:
+    rates = divide(places.by_kind[:, 1], places.by_kind[:, 0])
+    parts = [f"{rate:.0%} of {name}" for name, rate in zip(KINDS, rates, strict=True) if not np.isnan(rate)]
+    return f"By kind of word, {', '.join(parts)} tokens are among the highest {HIGH:.0%}." if parts else _UNDEFINED
 
 
 def _cross(cross: CrossNumbers) -> str:

@@ -12,6 +12,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from blend.analyze.attention import LayerAttention, Segments, cell_width, observe_layer, observe_rows, total_variation
+from blend.analyze.words import word_kinds
 from blend.chunks.assemble import assemble
 from blend.chunks.opened import open_chunks
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
@@ -94,15 +95,16 @@ class ChunkExchange:
 class PromptAnalysis:
     """All findings on one prompt; context rows are those of the chunks.
 
-    texts: of each token, see `token_texts`. recomputed: sorted positions that the blend computed in every layer. rows_share:
-    computed rows over all rows, summed over layers. mapped: whether the blend applied a KV correction. attention: of full
-    recompute, one entry a layer. before, after: deviation from full recompute of the cache as stored and moved, and of the
-    blended one. scores: what selectors rank by.
+    texts: of each token, see `token_texts`. kinds: of the word that each is part of, see `word_kinds`. recomputed: sorted
+    positions that the blend computed in every layer. rows_share: computed rows over all rows, summed over layers. mapped:
+    whether the blend applied a KV correction. attention: of full recompute, one entry a layer. before, after: deviation from
+    full recompute of the cache as stored and moved, and of the blended one. scores: what selectors rank by.
     """
 
     layout: PromptLayout
     segments: Segments
     texts: tuple[str, ...]
+    kinds: list[int]
     recomputed: ndarray
     rows_share: float
     mapped: bool
@@ -156,10 +158,12 @@ def analyze_prompt(
     exchange = _exchange(segments, attention, reuse_calls, blend_calls, np.array(variation))
     corrected = blender.config.correction and blend.correction_fits
     ranked, mapped = _stored(blender, layout, contextual=blender.config.surrogate, corrected=corrected)
+    texts = token_texts(decoder.tokenizer, layout.token_ids)
     return PromptAnalysis(
         layout=layout,
         segments=segments,
-        texts=token_texts(decoder.tokenizer, layout.token_ids),
+        texts=texts,
+        kinds=word_kinds(texts),
         recomputed=blend.selection.rows.cpu().numpy(),
         rows_share=blend.rows_share,
         mapped=mapped,

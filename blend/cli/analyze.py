@@ -13,7 +13,7 @@ from blend.cli.console import check_outputs, note, say, write_document
 from blend.cli.options import OUTPUT, PLACE, TEXT, number
 from blend.cli.progress import counting
 from blend.cli.report import calibrate, fitting_records, run_info
-from blend.errors import PromptError
+from blend.errors import ConfigError, PromptError
 from blend.eval.dataset import load_dataset
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ MOST_VIEWS = 8
 @number("limit", "At most so many questions of the file.  [default: all]")
 @click.option("--html", "page", type=OUTPUT, help="Write the page, one file that loads nothing.")
 @click.option("--json", "json_path", type=OUTPUT, help="Write the numbers that the page shows.")
+@number("layer", "Layer to picture first.  [default: a middle one]")
 @number("head", "Head to picture.  [default: each layer's most cross-chunk one]")
 @options.common
 @options.retrieval
@@ -45,6 +46,7 @@ def command(
     limit: int | None,
     page: Path | None,
     json_path: Path | None,
+    layer: int | None,
     head: int | None,
     **values: Any,
 ) -> None:
@@ -64,8 +66,11 @@ def command(
     opening.check(values, needs_corpus=question is not None or bool(values["name"]))
     rag = opening.open_rag(values, needs_index=question is not None)
     opening.note_caveats(rag)
+    depth = len(rag.decoder.rotations)
+    if layer is not None and layer >= depth:
+        raise ConfigError(f"there is no layer {layer}: {rag.decoder.name} has layers 0 to {depth - 1}")
     prompts = _recorded(rag, records) if question is None else _asked(rag, question)
-    analyzed = _analyze(rag, prompts, head)
+    analyzed = _analyze(rag, prompts, layer, head)
     if analyzed:
         workload = dataset.name if dataset else "one question over the index"
         _write(_document(rag, analyzed, workload), page, json_path)
@@ -88,7 +93,7 @@ def _recorded(rag: Rag, records: list[Record]) -> list[_Prompt]:
     return [(record.id, record.question, rag.template.layout(record.question, record.chunks)) for record in fitting]
 
 
-def _analyze(rag: Rag, prompts: list[_Prompt], head: int | None) -> list[Analyzed]:
+def _analyze(rag: Rag, prompts: list[_Prompt], layer: int | None, head: int | None) -> list[Analyzed]:
     """The prompts that were analyzed before Ctrl-C, the first few with a view, the first with pictures."""
     from blend.analyze.document import Analyzed, prompt_document
     from blend.analyze.numbers import summarize
@@ -102,7 +107,7 @@ def _analyze(rag: Rag, prompts: list[_Prompt], head: int | None) -> list[Analyze
                 identity = {"id": name, "question": question}
                 view = None
                 if place < MOST_VIEWS:
-                    view = prompt_document(analysis, rag.blend_config, identity, pictures=place == 0)
+                    view = prompt_document(analysis, rag.blend_config, identity, pictures=place == 0, layer=layer)
                 analyzed.append(Analyzed(identity, summarize(analysis), analysis.mapped, view))
                 note(f"[{place + 1}/{len(prompts)}] {name}: {layout.rows} tokens")
                 count(place + 1)

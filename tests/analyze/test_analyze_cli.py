@@ -42,7 +42,7 @@ def test_a_question_file(model, dataset, tmp_path):
     page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
     place = ("--model", model, "--store", tmp_path / "store", "--device", "cpu")
     common = ("--dataset", dataset, *place, "--json", numbers)
-    result = _run(*common, "--ratio", "0.3", "--head", "1", "--html", page)
+    result = _run(*common, "--ratio", "0.3", "--head", "1", "--layer", "3", "--html", page)
     assert result.exit_code == 0, result.output
     document = json.loads(numbers.read_text())
     assert [record["id"] for record in document["records"]] == ["q0", "q1"]
@@ -50,9 +50,16 @@ def test_a_question_file(model, dataset, tmp_path):
     assert document["config"]["ratio"] == 0.3
     assert all(record["mapped"] for record in document["records"]), "calibrated on the file's chunks, as a report is"
     assert {layer["head"] for layer in document["prompts"][0]["pictures"]["layers"]} == {1}
+    assert document["prompts"][0]["pictures"]["shown"] == 3
+    assert document["axes"]["kinds"] == ["capitalised", "number", "punctuation", "other"]
+    assert set(document["prompts"][0]["kinds"]) <= set(document["axes"]["kinds"])
+    counted = [sum(rows for rows, _ in document["mean"]["places"][name]) for name in ("by_start", "by_kind")]
+    assert counted[0] == pytest.approx(counted[1])
+    assert "tokens are among the highest 10%" in document["readings"]["kinds"]
     assert len(document["mean"]["cross"]["full"]) == 4
     assert json.dumps(document["head"]) in page.read_text()
     assert document["readings"]["cross"] in result.stdout
+    assert "there is no layer 4" in str(_run(*common, "--layer", "4").exception)
     again = _run(*common, "--limit", "1", "--no-correction")
     assert again.exit_code == 0, again.output
     (record,) = json.loads(numbers.read_text())["records"]

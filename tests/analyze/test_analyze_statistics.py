@@ -18,6 +18,7 @@ from blend.analyze.numbers import (
     top_shares,
 )
 from blend.analyze.study import token_texts
+from blend.analyze.words import KINDS, word_kinds
 from blend.types import PromptLayout
 
 
@@ -48,11 +49,21 @@ def test_places():
     squared = np.zeros((2, 25))
     squared[1, [5, 15]] = 3.0  # the first rows of chunks 2 and 3
     squared[1, 0] = 100.0  # the first chunk does not count
-    places = find_places(squared, layout)
+    kinds = [0] * 8 + [1] * 19 + [0]
+    places = find_places(squared, layout, kinds)
     assert places.by_start[:, 0].tolist() == [2, 2, 4, 8, 4, 0, 0, 0, 0]
     assert places.by_start[:, 1].tolist() == [2, 0, 0, 0, 0, 0, 0, 0, 0]
     assert places.by_end[:, 0].tolist() == [2, 2, 4, 8, 4, 0, 0]
     assert places.by_end[:, 1].tolist() == [0, 0, 0, 0, 2, 0, 0]
+    assert places.by_kind.tolist() == [[1, 1], [19, 1], [0, 0], [0, 0]]
+
+
+def test_kinds_of_words():
+    texts = ["The", " Al", "bert", "'s", " 19", "th", " house", ",", "\n", "a", "b", "", " (", "Rome", ")"]
+    capital, number, point, other = KINDS
+    # "Al|bert|'s" is one word; "19|th" is a number; a line break and an empty token are neither.
+    kinds = [*[capital] * 4, number, number, other, point, other, other, other, other, point, capital, point]
+    assert [KINDS[kind] for kind in word_kinds(texts)] == kinds
 
 
 class _Bytes:

@@ -59,6 +59,7 @@ function showMeans() {
   put("correlation", heatmap({ matrix: rho, rows: layerNames, columns: layerNames, share: (v) => v, text: null, tip: (i, j, v) => `layers ${i} and ${j}\ncorrelation ${v.toFixed(2)}`, rowLabel: "layer", columnLabel: "layer (layer 0 deviates by rounding alone)", label: "Rank correlation between layers", square: false }) + rampLegend("Spearman's rho", "0 or less", "1"));
   places("starts", mean.places.by_start, axes.starts, "tokens from the chunk's first");
   places("ends", mean.places.by_end, axes.ends, "tokens from the chunk's last");
+  places("kinds", mean.places.by_kind, axes.kinds, "");
   headMaps();
 }
 
@@ -66,7 +67,7 @@ function places(id, counts, names, xLabel) {
   put(id, barChart({
     categories: [...names], series: [{ name: "rows among the highest", values: counts.map(([all, high]) => (all ? high / all : null)), color: "var(--blue)" }],
     counts: counts.map(([all]) => +all.toFixed(all < 10 && data.records.length > 1 ? 1 : 0)),
-    baseline: { value: axes.high, name: `${percent(axes.high)}: what chance gives` }, xLabel, yLabel: `share of rows among the highest ${percent(axes.high)}`, label: xLabel }));
+    baseline: { value: axes.high, name: `${percent(axes.high)}: what chance gives` }, xLabel, yLabel: `share of rows among the highest ${percent(axes.high)}`, label: xLabel || "By kind of word" }));
 }
 
 function headMaps() {

@@ -70,6 +70,6 @@ const brief = (v) => (v === null ? "\u2013" : v === 0 ? "0" : Math.abs(v) >= 0.0
 function tokenTip(prompt, row) {
   const segment = prompt.segments.find((s) => row < s.stop);
   const lines = prompt.scores.filter((s) => s.values[row] !== null).map((s) => `${s.label}: ${brief(s.values[row])}`);
-  const head = `\u201c${prompt.tokens[row].replace(/\n/g, "\u21b5")}\u201d \u00b7 row ${row}, token ${row - segment.start} of ${segment.name}`;
+  const head = `\u201c${prompt.tokens[row].replace(/\n/g, "\u21b5")}\u201d \u00b7 row ${row}, token ${row - segment.start} of ${segment.name}, ${prompt.kinds[row]}`;
   return [head, prompt.recomputed.includes(row) ? "recomputed" : "kept as stored", ...lines].join("\n");
 }
