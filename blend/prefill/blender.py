@@ -115,6 +115,18 @@ class Blend:
 class Blender(BlenderParts):
     """Blended prefill for one decoder over one store.
 
+    >>> from blend import BlendConfig, Blender, Decoder, PromptTemplate, open_store
+    >>> decoder = Decoder.load("my-model")
+    >>> blender = Blender(decoder, open_store("memory:"), BlendConfig(ratio=0.15))
+    >>> passages = [Passage(place, f"The {place} has gates and a bell. " * 9) for place in ("harbour", "market", "quarry")]
+    >>> template = PromptTemplate(decoder.tokenizer)
+    >>> first = blender.prefill(template.layout("How many gates?", passages))
+    >>> blender.remember(first)  # computes and stores the caches that this prompt lacked
+    3
+    >>> second = blender.prefill(template.layout("Is there a bell?", passages[::-1]))
+    >>> first.hits, second.hits, second.rows_share < first.rows_share
+    ((False, False, False), (True, True, True), True)
+
     Args:
         decoder: the model.
         store: holds the chunk caches.

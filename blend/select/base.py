@@ -226,6 +226,16 @@ class Evidence:
 class Selector(ABC):
     """Chooses which cached context rows to recompute. One object may serve several prompts at once, in several threads.
 
+    >>> from dataclasses import dataclass
+    >>> from blend import BlendConfig, Evidence, Selector
+    >>> @dataclass(frozen=True)
+    ... class Last(Selector):
+    ...     name = "last"
+    ...     def select(self, evidence: Evidence):
+    ...         return evidence.candidates[-evidence.budget :]
+    >>> BlendConfig(Last(), ratio=0.1).plain()["selector"]
+    'last'
+
     Attributes:
         name: Its name in specs and reports; by default the name of its class.
         takes_whole_chunks: Whether it can choose whole chunks (`Evidence.whole_chunks`), as recurrent layers need it.
