@@ -109,6 +109,8 @@ def test_caches_behind_another_prompt_prefix_are_named(filled, save_model, docum
     (line,) = notes_on(changed.answer().err, "fits")
     assert "they are of another prompt prefix (" in line
     assert "weights" not in line
+    changed.precompute(documents / "quarry.md", "--corpus", "b")
+    assert notes_on(changed.answer().err, "fits") == [line], "another corpus's caches are not this one's"
     changed.precompute(documents)
     again = changed.answer()
     assert not notes_on(again.err, "fits")
