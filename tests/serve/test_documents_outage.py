@@ -98,8 +98,9 @@ def test_a_document_waits_while_the_disk_is_full(disk: Path, rag: Rag, documents
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")])
 def test_a_document_waits_while_memory_is_short_and_others_go_on(
-    rag: Rag, documents: Documents, make: Make, error: Exception
+    rag: Rag, documents: Documents, make: Make, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("blend.serve.documents.worker.PAUSE_S", 0.5)
     tried: list[str] = []
 
     def short(text: str) -> None:
