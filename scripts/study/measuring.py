@@ -21,12 +21,11 @@ from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
 from study.selectors import studied_selector
-from study.tables import BASELINE, FULL, GRADUAL
+from study.tables import BASELINE, BASELINE_RATIO, FULL, GRADUAL
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
 APART = 30
 STORE_BYTES = 6 << 30
-RATIO = 0.15  # of the published selection, which other methods are compared with
 ROUND = 4  # records of a set before the next set has its turn
 Methods = dict[str, BlendConfig]
 _AS_STORED: dict[str, Any] = {"correction": False, "surrogate": False}
@@ -41,7 +40,7 @@ def methods(options: Namespace, blender: Blender) -> Methods:
     for name, selector in ((BASELINE, "hkvd"), (GRADUAL, "gradual")):
         for ratio in options.published:
             config = BlendConfig(selector=selector, ratio=ratio, mask="bottom-right", **_AS_STORED)
-            compared[name if ratio == RATIO else _with_ratio(name, ratio)] = config
+            compared[name if ratio == BASELINE_RATIO else _with_ratio(name, ratio)] = config
     for spec in options.selectors:
         own_selector = studied_selector(spec, blender)
         for ratio in options.ratios:
@@ -116,7 +115,7 @@ def _row(measured: Measurement, full: Measurement, record: Record) -> Row:
     f1_full: word F1 to full recompute's answer. gold: the gold answers. kind: the record's kind. None means undefined.
     """
     itself = measured is full
-    same = ("f1", "answer", "right", "ttft_s")
+    same = ("f1", "rouge_l", "answer", "right", "ttft_s")
     return {name: getattr(measured, name) for name in same} | {
         "kl": 0.0 if itself else measured.kl,
         "top1": 1.0 if itself else measured.top1,

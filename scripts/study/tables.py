@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import mean, median
 
 import numpy as np
@@ -16,6 +16,7 @@ from blend.intervals import Interval, paired_interval
 FULL = "full"  # what every method is judged by, under the evaluator's name of it
 BASELINE = "published"  # HKVD on V, squared L2, layer 1, bottom-right mask, whole question recomputed
 GRADUAL = "published, gradual"  # the same, filtered gradually
+BASELINE_RATIO = 0.15  # of the rows that both recompute; at other ratios their names end in the ratio
 RESAMPLES = 2000
 COLUMNS = "median KL | top-1 | F1 to full's answer | agreement with gold | difference to full | rows | TTFT | selecting"
 
@@ -40,7 +41,7 @@ def paired(rows: Iterable[Row], methods: Sequence[str], baseline: str = BASELINE
 
 
 def tables(rows: Iterable[Row], methods: Sequence[str] = (), baseline: str = BASELINE) -> Iterator[str]:
-    """Markdown, of these methods or of all: KL a set, gold a set, changed answers, and everything over the sets."""
+    """Markdown, of these methods or of all: KL a set, gold a set, kinds, changed answers, and everything over the sets."""
     in_order = sorted(rows, key=lambda row: str(row["set"]))
     measured = {name: of_method for (name,), of_method in grouped(in_order, "method").items()}
     full = measured[FULL]
@@ -52,11 +53,25 @@ def tables(rows: Iterable[Row], methods: Sequence[str] = (), baseline: str = BAS
     yield from markdown(f"KL | {heads}", cells)
     cells = [[name, *(signed(gold_interval(by_set[name].get(key, []), full)) for key in sets)] for name in chosen]
     yield from markdown(f"gold, difference to full | {heads}", cells)
+    yield from kinds_table(measured, (FULL, *chosen))
     yield from markdown(
         "answers | changed, and what the changes mean", ([name, changes(measured[name], full)] for name in chosen)
     )
     cells = [[name, *over_sets(measured[name], full, measured.get(baseline, []))] for name in (FULL, *chosen)]
     yield from markdown(f"method | KL, mean over sets | to {baseline} | {COLUMNS}", cells)
+
+
+def kinds_table(measured: Mapping[str, Sequence[Row]], names: Sequence[str]) -> Iterator[str]:
+    """How many answers name a gold answer, by the records' kind; nothing where all are of one kind."""
+    kinds = grouped(measured[FULL], "kind") if all("kind" in row for row in measured[FULL]) else {}
+    if len(kinds) < 2:
+        return
+    heads = " | ".join(f"{kind or 'no kind'} ({len(records)})" for (kind,), records in kinds.items())
+    cells = []
+    for name in names:
+        of_kind = grouped(measured[name], "kind")
+        cells.append([name, *(sum(bool(row["right"]) for row in of_kind.get(kind, [])) for kind in kinds)])
+    yield from markdown(f"right answers | {heads}", cells)
 
 
 def changes(rows: Sequence[Row], full: Sequence[Row]) -> str | None:
@@ -77,7 +92,8 @@ def over_sets(rows: Sequence[Row], full: Sequence[Row], base: Sequence[Row]) -> 
         number(kl_over_sets(rows)),
         None if ratio is None else f"{ratio.mean:.2f} [{ratio.low:.2f},{ratio.high:.2f}]",
         number(median(kl) if kl else None),
-        *(number(defined_mean(row[name] for row in rows), 2) for name in ("top1", "f1_full", "f1")),
+        *(number(defined_mean(row[name] for row in rows), 2) for name in ("top1", "f1_full")),
+        number(defined_mean(map(agreement, rows)), 2),
         signed(gold_interval(rows, full)),
         f"{mean(row['share'] for row in rows):.0%}",
         f"{median(row['full_ttft_s'] / row['ttft_s'] for row in rows):.1f}x",
@@ -106,11 +122,31 @@ def kl_over_sets(rows: Iterable[Row]) -> float | None:
     return defined_mean(defined_mean(row["kl"] for row in records) for records in grouped(rows, "set").values())
 
 
+def agreement(row: Row) -> float | None:
+    """Agreement with gold answers: ROUGE-L where it was measured, which is where they are long, else word F1."""
+    rouge_l: float | None = row.get("rouge_l")
+    return row["f1"] if rouge_l is None else rouge_l
+
+
 def gold_interval(rows: Iterable[Row], full: Iterable[Row]) -> Interval | None:
-    """Word F1 to gold answers of these rows less that of full recompute on the same records; None where they share none."""
-    pairs = [(row["f1"], of_full["f1"]) for row, of_full in with_record(rows, full)]
+    """Agreement with gold of these rows less that of full recompute on the same records; None where they share none."""
+    pairs = [(agreement(row), agreement(of_full)) for row, of_full in with_record(rows, full)]
     defined = [pair for pair in pairs if None not in pair]
     return paired_interval(*map(list, zip(*defined, strict=True)), resamples=RESAMPLES) if defined else None
+
+
+def kl_interval(rows: Iterable[Row]) -> Interval:
+    """Mean of the sets' mean KL, with its interval over resampled records."""
+    samples = []
+    for records in grouped(rows, "set").values():
+        if defined := [row["kl"] for row in records if row["kl"] is not None]:
+            samples.append(np.array(defined, dtype=np.float64))
+    generator = np.random.default_rng(0)
+    draws = np.zeros(RESAMPLES)
+    for sample in samples:
+        draws += sample[generator.integers(0, len(sample), (RESAMPLES, len(sample)))].mean(1) / len(samples)
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Interval(float(np.mean([sample.mean() for sample in samples])), float(low), float(high))
 
 
 def ratio_interval(rows: Iterable[Row], base: Sequence[Row]) -> Interval | None:
