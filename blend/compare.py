@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # Rows taken together: bounds the float64 copies to some tens of MiB with the largest vocabularies.
 ROWS_AT_ONCE = 16
+MEANINGS = ("equal in meaning", "better", "worse", "wrong in both")  # of flips, as `Meanings` counts them
 _LEAST_PROBABILITY = 1e-9  # of all tokens that are not listed
 
 
@@ -205,8 +206,7 @@ class Comparison:
     def flips_in_words(self) -> str:
         """The share of flips with its interval, such as "25% [10%, 49%]", and what they mean."""
         share = f"{self.flips.mean:.0%} [{self.flips.low:.0%}, {self.flips.high:.0%}]"
-        words = ("equal in meaning", "better", "worse", "wrong in both")
-        meanings = ", ".join(f"{count} {meaning}" for count, meaning in zip(self.meanings, words, strict=True))
+        meanings = ", ".join(f"{count} {meaning}" for count, meaning in zip(self.meanings, MEANINGS, strict=True))
         return f"{share}; of these {meanings}" if any(self.meanings) else share
 
 

@@ -90,6 +90,7 @@ NUMBERS = {
     "store_budget": Limits(1e-6, 1e6, whole=False),
     "older_than": Limits(0, 100_000, whole=False),
     "limit": Limits(1, 100_000),
+    "repeats": Limits(1, 1000),
     "rate": Limits(1, 1e9, whole=False),
     "cache_tokens": Limits(16, 10**12),
     "memory": Limits(1e-6, 1e6, whole=False),

@@ -171,6 +171,21 @@ def _field(name: str, words: str, kind: Any = None, *flags: str) -> Option:
     return click.option(*(flags or (_flag(name),)), name, type=kind, default=default, show_default=True, help=words)
 
 
+def _several(name: str, words: str, kind: Any) -> Option:
+    """`_field` for an option that may be given several times; the command gets a tuple, under the plural."""
+    default = _DEFAULTS[name]
+    help_words = f"{words} May be given several times: all are compared in one table."
+    return click.option(
+        _flag(name),
+        f"{name}s",
+        type=kind,
+        multiple=True,
+        default=(default,),
+        show_default=str(default),
+        help=help_words,
+    )
+
+
 def _replica(ctx: click.Context, option: click.Parameter, value: Path | str) -> Path:
     """The store's directory; that of a shared store is a replica, which is not filled yet."""
     cache = ctx.params.pop("store_cache", None)
@@ -263,9 +278,7 @@ _keeping = _together(
 )
 common = _together(_model_option, store_and_key, _corpus_option, _keeping)
 
-blending = _together(
-    _field("selector", "Who chooses the rows to recompute; see `blend selectors`.", Parsed("spec", _selector)),
-    _field("ratio", "Share of context rows to recompute."),
+_promising = _together(
     _field(
         "quality",
         "Mean KL to full recompute that answers may have, in nats a token: recompute as many rows as each prompt needs. Needs "
@@ -290,6 +303,17 @@ blending = _together(
         None,
         "--surrogate/--no-surrogate",
     ),
+)
+_SELECTOR_WORDS = "Who chooses the rows to recompute; see `blend selectors`."
+_RATIO_WORDS = "Share of context rows to recompute."
+blending = _together(
+    _field("selector", _SELECTOR_WORDS, Parsed("spec", _selector)), _field("ratio", _RATIO_WORDS), _promising
+)
+# Several ways to blend, which are compared
+comparing = _together(
+    _several("selector", _SELECTOR_WORDS, Parsed("spec", _selector)),
+    _several("ratio", f"{_RATIO_WORDS}  [{NUMBERS['ratio'].span}]", Parsed("float", NUMBERS["ratio"].parsed)),
+    _promising,
 )
 
 # Which caches a corpus has

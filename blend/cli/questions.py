@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from blend.cli.console import read_text
 from blend.errors import DatasetError, PromptError
+from blend.eval.dataset import Question, parse_questions
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -26,9 +27,10 @@ def made_questions(rag: Rag) -> list[str]:
 
 
 def read_questions(path: Path) -> list[str]:
-    """The questions of a file, one a line. Raises `DatasetError`."""
-    lines = map(str.strip, read_text(path, DatasetError).splitlines())
-    questions = list(filter(None, lines))
-    if not questions:
-        raise DatasetError(f"{path}: no question in it; write one a line")
-    return questions
+    """The texts of a file's questions. Raises `DatasetError`."""
+    return [question.text for question in read_question_file(path)]
+
+
+def read_question_file(path: Path) -> list[Question]:
+    """The questions of a file with their gold answers, one a line. Raises `DatasetError`."""
+    return parse_questions(read_text(path, DatasetError), str(path))

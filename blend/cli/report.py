@@ -1,6 +1,6 @@
 """`blend report`: full recompute, plain reuse and blended prefill on the same token ids, alternating.
 
-It asks the questions of a file, questions over the corpus, or built-in ones.
+It asks questions over the corpus, those of a file that brings its own chunks, or built-in ones.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import click
 
 from blend.cli import opening, options
 from blend.cli.console import check_outputs, note, seconds, show_results
-from blend.cli.options import PLACE, Parsed, number
+from blend.cli.options import OUTPUT, PLACE, Parsed, number
 from blend.cli.progress import counting, stage_progress
-from blend.cli.questions import AUTO, made_questions, read_questions
+from blend.cli.questions import AUTO, made_questions, read_question_file
 from blend.config import REPORT_TOKENS
 from blend.errors import ConfigError, PromptError, QualityError
-from blend.eval.dataset import LINE, Record, RecordChunk, load_dataset
+from blend.eval.dataset import LINE, QUESTION_LINE, Question, Record, RecordChunk, load_dataset
 from blend.eval.needles import MIN_CHUNKS, make_needles
+from blend.select import make_selector
+from blend.select.base import needs_of
 
 if TYPE_CHECKING:
-    from blend.eval.evaluator import Evaluator
+    from blend.eval.evaluator import Evaluator, Method
     from blend.eval.report import Measurement, Report, RunInfo
     from blend.rag import Rag
 
@@ -34,31 +36,44 @@ BUILTIN_QUESTIONS = 12
 
 @click.command("report", cls=options.Command)
 @click.option(
-    "--dataset",
-    type=PLACE,
-    help=f"File of questions, each on a line with the chunks to answer it from: {LINE}. Without one, built-in questions.",
-)
-@click.option(
     "--questions",
     type=Parsed("path", str),
     metavar="FILE",
-    help="Questions over the corpus, one a line, each with the chunks that it retrieves; auto makes them from the chunks.",
+    help="Questions over the corpus, each with the chunks that it retrieves: plain text, one a line, or with gold answers, "
+    f"{QUESTION_LINE}. auto makes them from the chunks.",
+)
+@click.option(
+    "--dataset",
+    type=PLACE,
+    help=f"File of questions, each on a line with the chunks to answer it from: {LINE}. Without any file, built-in questions.",
 )
 @number("limit", f"At most so many questions.  [default: all; {BUILTIN_QUESTIONS} built-in ones]")
+@number("repeats", "Timed prefills of each method on each question, of which the median counts.", 1)
 @options.json_file
+@click.option("--picture", type=OUTPUT, help="Draw KL against TTFT and rows, and changed answers (.png or .svg).")
+@click.option(
+    "--html", "page", type=OUTPUT, help="Write one page: tables, pictures, and the answers that changed, side by side."
+)
 @number("max_new_tokens", "Longest answer.", REPORT_TOKENS)
 @options.common
 @options.retrieval
-@options.blending
+@options.comparing
 def command(
     dataset: Path | None,
     questions: str | None,
     limit: int | None,
+    repeats: int,
     json_path: Path | None,
+    picture: Path | None,
+    page: Path | None,
     max_new_tokens: int,
+    selectors: tuple[str, ...],
+    ratios: tuple[float, ...],
     **values: Any,
 ) -> None:
     """Measure TTFT and quality of blended prefill and plain reuse against full recompute, question by question.
+
+    Several --selector and --ratio are compared in one run, each selector at each ratio.
 
     The store keeps caches of the questions' chunks; `blend store prune --unused` removes them. Ctrl-C ends the run early and
     reports what was measured.
@@ -66,17 +81,18 @@ def command(
     The exit code is 10 if the whole 95 % interval of the mean KL lies above --quality, or that of the share of different
     answers above --flips.
     """
-    from blend.eval.report import report_document
-    from blend.eval.show import render_report
-
-    check_outputs(json=json_path)
+    _check_files(json_path, picture, page)
+    if len(set(ratios)) > 1 and (values["quality"] is not None or values["flips"] is not None):
+        raise ConfigError("--quality and --flips choose the ratio of each prompt: give one --ratio with them")
+    values |= {"selector": selectors[0], "ratio": ratios[0]}
     rag, records = load_records(values, dataset, limit, questions)
     opening.note_caveats(rag)
     opening.note_no_estimates(rag)
-    measured, is_whole = _measure(rag, records, max_new_tokens)
+    methods = _methods(rag, selectors, ratios)
+    measured, is_whole = _measure(rag, records, methods, max_new_tokens, repeats)
     if measured:
-        report = _summarise(rag, measured, dataset.name if dataset else _workload(questions))
-        show_results(render_report(report), report_document(report), json_path)
+        report = _summarise(rag, measured, methods, dataset.name if dataset else _workload(questions))
+        _show(report, json_path, picture, page)
         if is_whole:
             _require_kept(report)
     if not is_whole:
@@ -84,9 +100,46 @@ def command(
         raise click.Abort(f"interrupted after {count} of {len(records)} questions")
 
 
+def _check_files(json_path: Path | None, picture: Path | None, page: Path | None) -> None:
+    """Raise `ConfigError` for a file that could not be written, and for pictures without matplotlib."""
+    from blend.eval.picture import check_picture, require_matplotlib
+
+    check_outputs(json=json_path, picture=picture, html=page)
+    if picture is not None:
+        check_picture(picture)
+    if page is not None:
+        require_matplotlib("--html")
+
+
+def _show(report: Report, json_path: Path | None, picture: Path | None, page: Path | None) -> None:
+    """Print the tables and write the files."""
+    from blend.eval.page import write_page
+    from blend.eval.picture import write_picture
+    from blend.eval.report import report_document
+    from blend.eval.show import render_report
+
+    show_results(render_report(report), report_document(report), json_path)
+    if picture is not None:
+        write_picture(report, picture)
+        note(f"wrote {picture}")
+    if page is not None:
+        write_page(report, page)
+        note(f"wrote {page}")
+
+
+def _methods(rag: Rag, selectors: tuple[str, ...], ratios: tuple[float, ...]) -> tuple[Method, ...]:
+    """The methods to compare. Raises `ConfigError` for a selector that this model cannot serve."""
+    from blend.eval.evaluator import standard_methods
+
+    for selector in selectors:
+        needs_of(make_selector(selector), len(rag.decoder.rotations))
+    return standard_methods(rag.blend_config, selectors, ratios)
+
+
 def _require_kept(report: Report) -> None:
     """Raise `QualityError` if the answers are certainly farther from full recompute than --quality or --flips allow."""
-    broken = [line for name, line in report.judged_lines.items() if report.judged[name].decision == "broken"]
+    judged = zip(report.judgements, report.judged_lines, strict=True)
+    broken = [line for judgement, line in judged if judgement.figure.decision == "broken"]
     if broken:
         raise QualityError(
             f"{' and '.join(broken)}: fit the estimates to more questions (`blend precompute --questions`), or take a larger "
@@ -94,14 +147,18 @@ def _require_kept(report: Report) -> None:
         )
 
 
-def _measure(rag: Rag, records: list[Record], max_new_tokens: int) -> tuple[list[Measurement], bool]:
+def _measure(
+    rag: Rag, records: list[Record], methods: tuple[Method, ...], max_new_tokens: int, repeats: int
+) -> tuple[list[Measurement], bool]:
     """Measurements of the records that fit the model, and whether they are whole: Ctrl-C may come before the last."""
-    from blend.eval.evaluator import Evaluator, standard_methods
+    from blend.eval.evaluator import Evaluator
+    from blend.eval.metrics import has_rouge, wants_rouge
 
+    if not has_rouge() and any(wants_rouge(record.answers, record.task) for record in records):
+        note("ROUGE-L of long answers is left out: it needs rouge-score, pip install 'kvblend[report]'")
     measured: list[Measurement] = []
     try:
-        evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=max_new_tokens)
-        methods = standard_methods(rag.blend_config)
+        evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=max_new_tokens, repeats=repeats)
         fitting = fitting_records(rag, records, max_new_tokens)
         calibrate(rag, evaluator, fitting)
         evaluator.warm_up(fitting[0], methods)
@@ -145,11 +202,16 @@ def _workload(questions: str | None) -> str:
     return "questions made from the chunks" if questions == AUTO else Path(questions).name
 
 
-def _summarise(rag: Rag, measured: list[Measurement], workload: str) -> Report:
+def _summarise(rag: Rag, measured: list[Measurement], methods: tuple[Method, ...], workload: str) -> Report:
     from blend.eval.report import summarise
     from blend.quality import Quality
 
-    config = {"blend": rag.blend_config.plain(), "corpus": asdict(rag.corpus_config), "model": rag.model}
+    config = {
+        "blend": rag.blend_config.plain(),
+        "methods": {method.name: method.config and method.config.plain() for method in methods},
+        "corpus": asdict(rag.corpus_config),
+        "model": rag.model,
+    }
     info = replace(run_info(rag, workload), config=config)
     return summarise(measured, info=info, target=Quality.of(rag.blend_config))
 
@@ -170,12 +232,14 @@ def load_records(
     if dataset and questions:
         raise ConfigError("--dataset and --questions both name the questions; give one of them")
     records = load_dataset(dataset, limit) if dataset else []
-    texts = read_questions(Path(questions)) if questions not in (None, AUTO) else []
+    corpus_questions = read_question_file(Path(questions)) if questions not in (None, AUTO) else []
     opening.check(values, needs_corpus=dataset is None or bool(values["name"]))
     rag = opening.open_rag(values, needs_index=dataset is None)
     if questions:
-        texts = texts or made_questions(rag)
-        records = [corpus_record(rag, f"q{place:03}", text) for place, text in enumerate(texts[:limit], 1)]
+        corpus_questions = corpus_questions or [Question(text) for text in made_questions(rag)]
+        records = [
+            corpus_record(rag, f"q{place:03}", question) for place, question in enumerate(corpus_questions[:limit], 1)
+        ]
     elif dataset is None:
         records = builtin_records(rag, limit or BUILTIN_QUESTIONS)
     return rag, records
@@ -201,8 +265,8 @@ def builtin_records(rag: Rag, limit: int) -> list[Record]:
     return make_needles(filler, limit, min(NEEDLE_CHUNKS, len(filler)))
 
 
-def corpus_record(rag: Rag, name: str, question: str) -> Record:
+def corpus_record(rag: Rag, name: str, question: Question) -> Record:
     """A question over the corpus, with the chunks that it retrieves."""
-    hits = rag.retriever.search(question, rag.corpus_config.top_k)
+    hits = rag.retriever.search(question.text, rag.corpus_config.top_k)
     chunks = tuple(RecordChunk(hit.chunk.title, hit.chunk.text) for hit in hits)
-    return Record(name, question, (), chunks)
+    return Record(name, question.text, question.answers, chunks, question.task)

@@ -1,9 +1,11 @@
-"""Question files: JSON Lines, one record a line.
+"""Question files: records with the chunks to answer from, or questions over a corpus.
 
     {"id": "q1", "question": "...", "answers": ["..."], "chunks": [{"title": "...", "text": "..."}]}
 
-`id`, `question` and `chunks` are required. `answers` (gold answers, the best one counts) and `task` (a label) may be left
-out; other keys are ignored. `"chunks": []` asks the bare question.
+A record is one line of JSON. `id`, `question` and `chunks` are required. `answers` (gold answers, the best one counts) and
+`task` (a label that figures are also shown by) may be left out; other keys are ignored. `"chunks": []` asks the bare question.
+
+A question over a corpus is one line of text, or one of JSON with `question`, and `answers` and `task` if there are any.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from blend.errors import DatasetError
 from blend.limits import is_text
 from blend_retrieval.decoding import marked_encoding
 
+QUESTION_LINE = '{"question": "...", "answers": ["..."]}'
 LINE = '{"id": "q1", "question": "...", "answers": ["..."], "chunks": [{"title": "...", "text": "..."}]}'
 
 
@@ -40,6 +43,58 @@ class Record:
     answers: tuple[str, ...]
     chunks: tuple[RecordChunk, ...]
     task: str = "qa"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question over a corpus. answers: gold answers; empty if there are none."""
+
+    text: str
+    answers: tuple[str, ...] = ()
+    task: str = "qa"
+
+
+def parse_questions(text: str, name: str) -> list[Question]:
+    """The questions of a file, one a line; blank lines are skipped.
+
+    All lines are plain text, or all are JSON objects; the first one decides. Only line feeds and carriage returns end a line.
+
+    Args:
+        text: The file's text.
+        name: The file's name, for errors.
+
+    Raises:
+        DatasetError: The file has no question, lines of both kinds, or an object without a question.
+
+    """
+    lines = enumerate(io.StringIO(text, newline=None), start=1)
+    stripped = [(f"{name}:{number}", line.strip()) for number, line in lines if line.strip()]
+    if not stripped:
+        raise DatasetError(f"{name}: no question in it; write one a line")
+    are_objects = _object(stripped[0][1]) is not None
+    return [_question(place, line, are_objects=are_objects) for place, line in stripped]
+
+
+def _question(place: str, line: str, *, are_objects: bool) -> Question:
+    fields = _object(line)
+    if (fields is not None) is not are_objects:
+        problem = "no JSON object, as the first line is" if are_objects else "a JSON object, and the first line is none"
+        raise DatasetError(f"{place}: {problem}; write all lines as {QUESTION_LINE}, or all as plain text")
+    if fields is None:
+        return Question(line)
+    try:
+        return Question(_filled(fields, "question").strip(), _answers(fields), _task(fields))
+    except ValueError as error:
+        raise DatasetError(f"{place}: {error}; expected {QUESTION_LINE}") from None
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """A line's JSON object; None if it is something else."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def load_dataset(path: Path, limit: int | None = None) -> list[Record]:
@@ -87,10 +142,18 @@ def _record(line: str) -> Record:
     return Record(
         id=str(number) if type(number) is int else _filled(fields, "id"),
         question=_filled(fields, "question"),
-        answers=tuple(_text(answer, '"answers"') for answer in _list(fields, "answers", default=[])),
+        answers=_answers(fields),
         chunks=tuple(map(_chunk, _list(fields, "chunks"))),
-        task="qa" if fields.get("task") is None else _filled(fields, "task"),
+        task=_task(fields),
     )
+
+
+def _answers(fields: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(_text(answer, '"answers"') for answer in _list(fields, "answers", default=[]))
+
+
+def _task(fields: dict[str, Any]) -> str:
+    return "qa" if fields.get("task") is None else _filled(fields, "task")
 
 
 def _chunk(value: Any) -> RecordChunk:

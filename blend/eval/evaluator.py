@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+
+import torch
 
 from blend.chunks.surrogate import with_surrogate
 from blend.compare import Fidelity, Reference
 from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
-from blend.eval.metrics import names_one, word_f1
-from blend.eval.report import BLEND, FULL, Measurement
+from blend.eval.metrics import exact_match, has_rouge, names_one, rouge_l, wants_rouge, word_f1
+from blend.eval.report import BLEND, FULL, REUSE, Measurement
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
 from blend.prompt import PromptTemplate
-from blend.types import Progress, PromptLayout, no_progress
+from blend.select import make_selector
+from blend.types import Progress, PromptLayout, Stopwatch, no_progress
 
 PLAIN_REUSE = BlendConfig(selector="none", correction=False, surrogate=False)
+_COPIED_BYTES = 64 << 20
+_COPIES = 5
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,54 @@ class Method:
     config: BlendConfig | None = None
 
 
-def standard_methods(config: BlendConfig) -> tuple[Method, ...]:
-    """Full recompute, plain reuse, and blended prefill as configured."""
-    return (Method(FULL), Method("reuse", PLAIN_REUSE), Method(BLEND, config))
+def standard_methods(
+    config: BlendConfig, selectors: Sequence[str] = (), ratios: Sequence[float] = ()
+) -> tuple[Method, ...]:
+    """Full recompute, plain reuse, and blended prefill in one way or several.
+
+    Args:
+        config: How to blend.
+        selectors: Specs to compare; by default the one of `config`.
+        ratios: Ratios to compare, each with every selector; by default the one of `config`.
+
+    Returns:
+        The methods. A single way to blend is called "blend", several ones by their selectors, and ratios if these are several.
+
+    """
+    configs = [
+        replace(config, selector=selector, ratio=ratio)
+        for selector in dict.fromkeys(selectors or (config.selector,))
+        for ratio in dict.fromkeys(ratios or (config.ratio,))
+    ]
+    names = [BLEND] if len(configs) == 1 else [_name_of(each, with_ratio=len(set(ratios)) > 1) for each in configs]
+    blends = [Method(name, each) for name, each in zip(names, configs, strict=True)]
+    return (Method(FULL), Method(REUSE, PLAIN_REUSE), *blends)
+
+
+def _name_of(config: BlendConfig, *, with_ratio: bool) -> str:
+    spec = make_selector(config.selector).spec
+    return f"{spec} {100 * config.ratio:.4g}%" if with_ratio else spec
+
+
+@dataclass
+class _Runs:
+    """Timed prefills of one method on one record, of which the last one's cache is kept."""
+
+    method: str
+    last: FullPrefill | Blend
+    ttft_s: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, prefilled: FullPrefill | Blend) -> None:
+        self.last = prefilled
+        self.ttft_s.append(prefilled.ttft_s)
+        if isinstance(prefilled, Blend):
+            self.stages.append(dict(prefilled.stages))
+
+    @property
+    def median_stages(self) -> dict[str, float]:
+        names = dict.fromkeys(name for stages in self.stages for name in stages)
+        return {name: median(stages.get(name, 0.0) for stages in self.stages) for name in names}
 
 
 class Evaluator:
@@ -40,14 +92,22 @@ class Evaluator:
         blender: Blends the prompts, and knows the decoder.
         template: Lays out the prompts.
         max_new_tokens: Longest answer.
+        repeats: Timed prefills of each method on each record, of which the median counts.
 
     """
 
-    def __init__(self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = REPORT_TOKENS) -> None:
+    def __init__(
+        self, blender: Blender, template: PromptTemplate, *, max_new_tokens: int = REPORT_TOKENS, repeats: int = 1
+    ) -> None:
         self.blender = blender
         self.decoder = blender.decoder
         self.template = template
         self.max_new_tokens = max_new_tokens
+        self.repeats = repeats
+
+    @cached_property
+    def _bandwidth(self) -> float:
+        return copy_bandwidth(self.decoder.device)
 
     def measure(self, record: Record, methods: Sequence[Method]) -> list[Measurement]:
         """One measurement a method. One of them must be full recompute: the others are compared with it.
@@ -57,38 +117,56 @@ class Evaluator:
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows + self.max_new_tokens)
         self.cache_chunks(layout)
-        prefills = {method.name: self._prefill(layout, method) for method in methods}
-        full = prefills[FULL]
+        runs = self._timed(layout, methods)
+        full = runs[FULL].last
         assert isinstance(full, FullPrefill)
         reference = Reference.of(full, layout, self.max_new_tokens)
-        return [self._measured(record, layout, reference, name, prefills[name]) for name in prefills]
+        full_s = median(runs[FULL].ttft_s)
+        return [self._measured(record, layout, reference, full_s, method_runs) for method_runs in runs.values()]
+
+    def _timed(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, _Runs]:
+        """Prefills in turns."""
+        runs: dict[str, _Runs] = {}
+        for _ in range(self.repeats):
+            for method in methods:
+                prefilled = self._prefill(layout, method)
+                runs.setdefault(method.name, _Runs(method.name, prefilled)).add(prefilled)
+        return runs
 
     def _measured(
-        self, record: Record, layout: PromptLayout, reference: Reference, name: str, prefilled: FullPrefill | Blend
+        self, record: Record, layout: PromptLayout, reference: Reference, full_s: float, runs: _Runs
     ) -> Measurement:
         """Decode the answer, and compare it with full recompute's and with gold answers."""
+        prefilled = runs.last
+        floor_s: float | None = None
         if isinstance(prefilled, FullPrefill):
             answer = reference.answer.text
             fidelity = Fidelity(0.0, 1.0)
-            stages: Mapping[str, float] = {}
             rows_computed = float(layout.rows)
         else:
             fidelity = reference.fidelity(prefilled)
             prefilled.rewind()
             answer = generate(self.decoder, prefilled, layout.token_ids, max_new_tokens=self.max_new_tokens).text
-            stages = prefilled.stages
             rows_computed = layout.rows * prefilled.rows_share
+            load_s = prefilled.bytes_loaded / self._bandwidth
+            floor_s = floor_seconds(prefilled.rows_share * full_s, load_s, len(self.decoder.layers))
+        measures_rouge = wants_rouge(record.answers, record.task) and has_rouge()
         return Measurement(
-            method=name,
+            method=runs.method,
             record_id=record.id,
             answer=answer,
-            ttft_s=prefilled.ttft_s,
-            stages=stages,
+            ttft_s=median(runs.ttft_s),
+            stages=runs.median_stages,
             rows_total=layout.rows,
             rows_computed=rows_computed,
+            floor_s=floor_s,
             f1=word_f1(answer, record.answers),
+            em=exact_match(answer, record.answers),
+            rouge_l=rouge_l(answer, record.answers) if measures_rouge else None,
             right=names_one(answer, record.answers),
             task=record.task,
+            question=record.question,
+            gold=record.answers,
             **fidelity._asdict(),
         )
 
@@ -126,3 +204,23 @@ class Evaluator:
         if method.config is None:
             return full_prefill(self.decoder, layout)
         return self.blender.prefill(layout, config=method.config, room=self.max_new_tokens)
+
+
+def floor_seconds(compute_s: float, load_s: float, layers: int) -> float:
+    """The least time that a blended prefill can take: its share of computing, and the loading that this cannot hide.
+
+    A layer can be computed while the next one loads; the first layer's load is always waited for.
+    """
+    return compute_s + max(load_s / layers, load_s - compute_s)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a copy from memory to `device`, for a GPU from page-locked memory; a median of several."""
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(_COPIES):
+        watch = Stopwatch(device)
+        target.copy_(source)
+        times.append(watch.total())
+    return _COPIED_BYTES / median(times)
