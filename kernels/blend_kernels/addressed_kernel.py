@@ -147,8 +147,6 @@ def attend_addressed(
     m_row = (o_pos >= 0) & (o_req >= 0) & (o_req < n_requests)
     i_req = tl.max(tl.where(m_row, o_req, -1), 0)
     m_own = m_row & (o_req == i_req)
-    # rows of a second request would read the cache of the first: they are NaN instead
-    m_foreign = m_row & (o_req != i_req)
     k_ptr, v_ptr, n_keys = cache_address(
         table_ptr, q_ptr,
         i_layer, i_req, i_head, n_requests,
@@ -160,12 +158,14 @@ def attend_addressed(
     o_out = (i_part * n_rows + o_row) * n_kv_heads * GROUP + o_head
     if SPLIT:  # noqa: SIM102 (a constant, which decides what is compiled)
         if i_from >= i_stop:
-            tl.store(lse_ptr + o_out, tl.where(m_foreign, float("nan"), float("-inf")), mask=m_line)
+            tl.store(lse_ptr + o_out, tl.full([M], float("-inf"), tl.float32), mask=m_line)
             return
 
     # [M, D]
     p_q = q_ptr + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
     b_q0, b_q1 = load_queries(p_q, tl.arange(0, D0), m_line, HEAD_DIM, D0, D1)
+    # a row of a second request would read the cache of the first: it is NaN instead
+    b_q0 = tl.where((m_row & (o_req != i_req))[:, None], float("nan"), b_q0).to(q_ptr.dtype.element_ty)
     b_acc0, b_acc1, b_max, b_sum = attend_ranges(
         b_q0, b_q1, o_last,
         i_from, i_full, i_ragged, i_low, i_stop,
@@ -176,7 +176,6 @@ def attend_addressed(
     )  # fmt: skip
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
-    b_sum = tl.where(m_foreign, float("nan"), b_sum)
     store_results(
         b_acc0, b_acc1, b_max, b_sum,
         o_out, m_row, m_line,
