@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
-from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from blend.census.matching import CLASSES
 from blend.census.show import Findings
-from blend.errors import ConfigError
-from blend.eval.output import check_writable, write_whole
+from blend.eval.output import write_whole
+from blend.eval.picture import drawn
 from blend.limits import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
 _COLORS = {"prefix": "#0072B2", "shifted": "#56B4E9", "near": "#E69F00", "new": "#BBBBBB"}
 _WORDS = {"near": "near (edited)"}
 _BLENDING = "#009E73"
 
 
-def check_picture(path: Path) -> None:
-    """Raise `ConfigError` for a picture that could not be written: another kind, no place, no matplotlib."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{path}: a picture ends in {' or '.join(SUFFIXES)}; name it so")
-    if find_spec("matplotlib") is None:
-        raise ConfigError("a picture needs matplotlib: pip install 'kvblend[report]'")
-    check_writable(path)
-
-
 def write_picture(findings: Findings, path: Path) -> None:
     """Draw a census to a file that `check_picture` accepts; the same census gives the same file. Raises `ConfigError`."""
-    import matplotlib as mpl
-
-    kind = path.suffix.lower()[1:]
-    drawing = BytesIO()
-    settings: Any = {"svg.hashsalt": "kvblend", "font.size": 9.5}
-    metadata = {"Date": None} if kind == "svg" else None
-    with mpl.rc_context(settings), warnings.catch_warnings(action="ignore"):  # of signs in names that the font lacks
-        draw(findings).savefig(drawing, format=kind, dpi=160, metadata=metadata)
-    write_whole(path, drawing.getvalue())
+    write_whole(path, drawn(lambda: draw(findings), path.suffix.lower()[1:]))
 
 
 def draw(findings: Findings) -> Figure:

@@ -69,9 +69,9 @@ def _largest_sources(census: Census) -> dict[str, Counts]:
     """The largest sources, and all others as one."""
     by_size = _by_size(census)
     rows = {name[-_SHOWN_NAME:]: counts for name, counts in by_size[:_SHOWN_SOURCES]}
-    others = [counts for _, counts in by_size[_SHOWN_SOURCES:]]
-    if others:
-        rows[counted(len(others), "other source")] = np.sum(others, axis=0)
+    smaller = [counts for _, counts in by_size[_SHOWN_SOURCES:]]
+    if smaller:
+        rows[counted(len(smaller), "other source")] = np.sum(smaller, axis=0)
     return rows
 
 

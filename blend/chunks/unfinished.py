@@ -82,5 +82,5 @@ class UnfinishedFit:
     def _stored(self) -> list[str]:
         if self._store.folder is None:
             return []
-        kept = [name for name in self._store.backend.names(ARTIFACTS) if name.startswith(f"{ARTIFACTS}fit_")]
-        return [name for name in kept if name.partition("-")[2] == self._ending]
+        prompts = [name for name in self._store.backend.names(ARTIFACTS) if name.startswith(f"{ARTIFACTS}fit_")]
+        return [name for name in prompts if name.partition("-")[2] == self._ending]

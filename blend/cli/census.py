@@ -54,10 +54,11 @@ def command(
         if log != STDOUT and not log.exists():
             raise DatasetError(f"{log} is not there; name a JSONL file of requests, or - for standard input")
     from blend.census.census import Census
-    from blend.census.picture import check_picture, write_picture
+    from blend.census.picture import write_picture
     from blend.census.reading import LogReader
     from blend.census.show import Findings, document, render
     from blend.census.tokens import Tokenize, estimated, tokenizer_of
+    from blend.eval.picture import check_picture
 
     if picture is not None:
         check_picture(picture)

@@ -82,7 +82,7 @@ def check_picture(path: Path) -> None:
 def write_picture(report: Report, path: Path) -> None:
     """Draw a report to a file that `check_picture` accepts; the same report gives the same file. Raises `ConfigError`."""
     kind = path.suffix.lower()[1:]
-    write_whole(path, _drawn(lambda: _draw(report), kind))
+    write_whole(path, drawn(lambda: _draw(report), kind))
 
 
 def panels_as_svg(report: Report) -> dict[str, str]:
@@ -100,11 +100,12 @@ def _svg(panel: Panel, report: Report) -> str:
         panel(axes, report)
         return figure
 
-    document = _drawn(draw, "svg").decode()
+    document = drawn(draw, "svg").decode()
     return document[document.index("<svg") :]
 
 
-def _drawn(draw: Callable[[], Figure], kind: str) -> bytes:
+def drawn(draw: Callable[[], Figure], kind: str) -> bytes:
+    """The content of a picture's file. kind: "png" or "svg". The same figure gives the same content."""
     import matplotlib as mpl
 
     content = BytesIO()

@@ -173,7 +173,7 @@ def test_a_picture_that_cannot_be_written_ends_before_the_count(tmp_path, monkey
     assert "ends in .png or .svg" in str(census(log, "--picture", tmp_path / "x.jpg").exception)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = str(census(log, "--picture", tmp_path / "x.png").exception)
-    assert refused == "a picture needs matplotlib: pip install 'kvblend[report]'"
+    assert refused == "--picture draws pictures, which needs matplotlib: pip install 'kvblend[report]'"
     out = tmp_path / "same.png"
     assert "name the same file" in str(census(log, "--json", out, "--picture", out).exception)
 
