@@ -138,6 +138,8 @@ def attend_rows(
     if reads_numbers(positions, chosen):
         _check_places(addresses, layer, positions, request_of_row)
         _check_one_request(positions, request_of_row)
+    if q.numel() == 0:
+        return empty_results(q, shape.value_dim)
     if chosen == "triton":
         from blend_kernels.addressed_kernel import attend_caches
 
@@ -194,6 +196,8 @@ def mass_rows(
     if reads_numbers(positions, chosen):
         _check_places(addresses, layer, positions, torch.zeros_like(positions))
         _check_order(positions, most_keys)
+    if q.numel() == 0:
+        return q.new_zeros(1 + peak, q.shape[1], most_keys, dtype=torch.float32)
     if chosen == "triton":
         from blend_kernels.mass_kernel import launch_addressed_mass
 

@@ -324,6 +324,30 @@ def test_the_table_is_copied_only_when_caches_change(device):
             addresses.assign([make_cache(80, device)])
 
 
+def test_no_rows(backend, device):
+    addresses, caches = make_caches(device)
+    untouched = copies(caches)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    fresh = torch.empty(1, 2, 0, 32, device=device)
+    write_rows(addresses, LAYER, fresh, fresh, nothing, nothing, backend=backend)
+    assert all_equal(caches, untouched)
+    q = make_queries(0, device)
+    out, lse = attend(addresses, q, nothing, nothing, backend)
+    assert (out.shape, lse.shape) == ((1, 4, 0, 32), (1, 4, 0))
+    masses = mass_rows(addresses, LAYER, q, nothing, lse, most_keys=70, peak=True, backend=backend)
+    assert torch.equal(masses, torch.zeros(2, 4, 70, device=device))
+
+
+def test_a_cache_that_takes_the_place_of_another(backend, device):
+    addresses, caches, q, positions, request_of_row = make("decoding", device)
+    before, _ = attend(addresses, q, positions, request_of_row, backend)
+    replaced = [make_cache(80, device), *caches[1:]]
+    addresses.assign(replaced[:1])
+    out, _ = attend(addresses, q, positions, request_of_row, backend)
+    close(out, expected_rows(replaced, q, positions, request_of_row))
+    assert not torch.equal(out[:, :, 0], before[:, :, 0])
+
+
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("rule", [{}, {"softcap": 3.0, "window": 40}], ids=str)
