@@ -40,6 +40,14 @@ CREATE TABLE IF NOT EXISTS pins (
     user TEXT, name BLOB, session TEXT, until REAL, nbytes INTEGER, PRIMARY KEY (user, name, session)
 );
 """
+# Files of kvblend before 2026-11-28 list a piece's caches as JSON.
+_IS_OLD = "SELECT 1 FROM sqlite_master WHERE name = 'texts'"
+_CONVERT = (
+    "INSERT OR IGNORE INTO pieces SELECT user, name, tokens, used, 0 FROM texts",
+    "INSERT OR IGNORE INTO caches SELECT user, name, json_extract(value, '$[0]'), json_extract(value, '$[1]'), "
+    "json_extract(value, '$[2]') FROM texts, json_each(caches)",
+    "DROP TABLE texts",
+)
 # Pieces with the bytes of their caches, those that leave first in front.
 _BY_WORTH = """
 SELECT user, name, coalesce(sum(nbytes), 0), EXISTS (
@@ -88,9 +96,8 @@ class LearnedTexts:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = RLock()
-        self._indexes: dict[
-            str, TokenIndex[bytes]
-        ] = {}  # of users that have a text; threads may search while one changes
+        # Of users that have a text; threads may search while one changes.
+        self._indexes: dict[str, TokenIndex[bytes]] = {}
         self._change = 0  # of the file, as it was read last
 
     def index(self, user: str = "") -> TokenIndex[bytes]:
@@ -161,10 +168,12 @@ class LearnedCaches(LearnedTexts):
             self._open()
 
     def _open(self) -> None:
-        """Read the file, or remove a damaged one."""
+        """Read the file, in whichever form it is, or remove a damaged one."""
         try:
-            with self._changing():
-                pass
+            with self._changing() as file:
+                if file.execute(_IS_OLD).fetchone():
+                    for statement in _CONVERT:
+                        file.execute(statement)
             self._read_changes()
         except (StoreError, sqlite3.Error, ValueError) as error:
             if not isinstance(error.__cause__ or error, OSError | sqlite3.OperationalError):  # else it is locked
