@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.compare import Reference
 from blend.errors import PromptError
+from blend.files import keep_value, read_values
 from blend.intervals import LEAST_SAMPLE
 from blend.model.decoder import full_prefill
 from blend.model.generate import Generation, generate
 from blend.prefill.blender import Blender
 from blend.quality import COMPARED_TOKENS, RATIOS, Estimate, Estimator, Quality, Signals
-from blend.types import Progress, PromptLayout, no_progress
+from blend.types import CacheKind, Progress, PromptLayout, no_progress
+from blend.version import __version__
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 160  # that an estimator is fitted to, at most
 MADE = 40  # questions made from chunks
+UNFINISHED = "estimating.json"  # in the folder of the corpus
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class FixedRatio:
 def fit_estimator(rag: Rag, questions: Sequence[str], progress: Progress = no_progress) -> Estimator:
     """Fit and store the estimator of a corpus, on prompts as `Rag.answer` makes them.
 
+    Prompts that were measured before an interruption are not measured again.
+
     Args:
         rag: The corpus; precomputed, with its KV correction.
         questions: Those of the first `PROMPTS` are used whose prompt fits the model.
@@ -60,22 +67,21 @@ def fit_estimator(rag: Rag, questions: Sequence[str], progress: Progress = no_pr
         StoreError: The store cannot be read or written.
 
     """
-    prompts = []
-    for place, question in enumerate(questions[:PROMPTS], 1):
-        _, layout = rag.retrieve(question)
-        with suppress(PromptError):
-            rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
-            prompts.append(measure(rag.blender, layout))
-        progress("questions", place, min(len(questions), PROMPTS))
-    measured = [prompt for prompt in prompts if prompt is not None]
-    if len(measured) < LEAST_SAMPLE:
+    unfinished = rag.root / UNFINISHED
+    prompts = list(_measured(rag, questions[:PROMPTS], unfinished, progress))
+    if len(prompts) < LEAST_SAMPLE:
         raise PromptError(
-            f"{len(measured)} questions gave a prompt to fit estimates to, {LEAST_SAMPLE} are needed: give more questions"
+            f"{len(prompts)} questions gave a prompt to fit estimates to, {LEAST_SAMPLE} are needed: give more questions"
         )
-    signals, kl, flips, _ = zip(*measured, strict=True)
-    estimator = Estimator(signals, kl, flips)
+    estimator = Estimator(
+        signals=tuple(prompt.signals for prompt in prompts),
+        kl=tuple(prompt.kl for prompt in prompts),
+        flips=tuple(prompt.flips for prompt in prompts),
+    )
     library = rag.blender.library(rag.template.prefix)
     library.store.write_artifact(library.isolated.identity.quality_name, estimator.to_bytes())
+    with suppress(OSError):
+        unfinished.unlink(missing_ok=True)
     return estimator
 
 
@@ -83,13 +89,52 @@ class MeasuredPrompt(NamedTuple):
     """A prompt at all `RATIOS`, compared with full recompute.
 
     kl: nats a token. flips: whether the greedy answer differs. answers: greedy, of at most `COMPARED_TOKENS` tokens; the last
-    one is full recompute's.
+    one is full recompute's. None if the prompt was measured before an interruption.
     """
 
     signals: tuple[Signals, ...]
     kl: tuple[float, ...]
     flips: tuple[bool, ...]
-    answers: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+
+
+def _measured(rag: Rag, questions: Sequence[str], unfinished: Path, progress: Progress) -> Iterator[MeasuredPrompt]:
+    """The questions' prompts that fit the model. unfinished: a JSON file that keeps what was measured, by prompt."""
+    settings = _settings(rag)
+    for place, question in enumerate(questions, 1):
+        _, layout = rag.retrieve(question)
+        name = sha256(f"{settings} {layout.token_ids}".encode()).hexdigest()
+        prompt = _measured_before(unfinished, name)
+        if prompt is None:
+            with suppress(PromptError):
+                rag.decoder.check_length(layout.rows + COMPARED_TOKENS)
+                prompt = measure(rag.blender, layout)
+            if prompt is not None:
+                keep_value(unfinished, name, prompt[:3])
+        progress("questions", place, len(questions))
+        if prompt is not None:
+            yield prompt
+
+
+def _settings(rag: Rag) -> str:
+    """Everything that a prompt's measurement depends on, besides its tokens."""
+    library = rag.blender.library(rag.template.prefix)
+    identity = library.isolated.identity
+    names = [library.encoder(kind).identity.correction_name for kind in CacheKind]
+    artifacts = [rag.blender.store.read_artifact(name) or b"" for name in names]
+    corrections = [sha256(artifact).hexdigest() for artifact in artifacts]
+    config = replace(rag.blend_config, quality=None, flips=None)
+    return " ".join([__version__, identity.quality_name, str(config.plain()), *corrections])
+
+
+def _measured_before(unfinished: Path, name: str) -> MeasuredPrompt | None:
+    columns = read_values(unfinished, list).get(name)
+    with suppress(TypeError, ValueError):
+        if columns is not None and {len(column) for column in columns} == {len(RATIOS)}:
+            pairs, kl, flips = columns
+            signals = tuple(Signals(*map(float, pair)) for pair in pairs)
+            return MeasuredPrompt(signals, tuple(kl), tuple(flips))
+    return None
 
 
 def measure(blender: Blender, layout: PromptLayout) -> MeasuredPrompt | None:
