@@ -61,6 +61,11 @@ class RowDecoder(ABC):
 
     @property
     @abstractmethod
+    def fingerprint(self) -> str:
+        """Hex digest of the weights and of every configuration entry that the computation depends on."""
+
+    @property
+    @abstractmethod
     def device(self) -> torch.device:
         """The device of weights and caches."""
 

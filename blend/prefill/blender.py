@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from blend.chunks.fit import fit_corrections
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
-from blend.prefill.inputs import NOTHING_MOVED, BlenderParts, MostRows, MovedRows, NewCache, PromptInputs
+from blend.prefill.inputs import NOTHING_MOVED, BlenderParts, DecoderT_co, MostRows, MovedRows, NewCache, PromptInputs
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, Attempt, Prefill
 from blend.quality import Estimate
 from blend.store.base import ChunkStore
@@ -34,12 +34,11 @@ from blend.types import (
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
-    from blend.model.row_decoder import RowDecoder
     from blend.prefill.plan import Plan
 
 
 @dataclass(frozen=True)
-class Blend:
+class Blend(Generic[DecoderT_co]):
     """A finished prefill: a prompt's cache, put together from stored chunks and recomputed.
 
     Attributes:
@@ -64,7 +63,7 @@ class Blend:
 
     """
 
-    decoder: Decoder
+    decoder: DecoderT_co
     layout: PromptLayout
     plan: Plan
     cache: BlendedCache
@@ -98,7 +97,7 @@ class Blend:
         """Computed rows, summed over layers, as a share of full prefill's."""
         return self.selection.share(self.layout.rows)
 
-    def append(self, token_ids: Tensor) -> Tensor:
+    def append(self: Blend[Decoder], token_ids: Tensor) -> Tensor:
         """Run further tokens `[1, n]` behind the prompt.
 
         Returns:
@@ -112,7 +111,7 @@ class Blend:
         self.cache.truncate(self.layout.rows)
 
 
-class Blender(BlenderParts):
+class Blender(BlenderParts[DecoderT_co]):
     """Blended prefill for one decoder over one store.
 
     >>> from blend import BlendConfig, Blender, Decoder, PromptTemplate, open_store
@@ -138,7 +137,7 @@ class Blender(BlenderParts):
 
     def __init__(
         self,
-        decoder: RowDecoder,
+        decoder: DecoderT_co,
         store: ChunkStore,
         config: BlendConfig | None = None,
         *,
@@ -199,7 +198,7 @@ class Blender(BlenderParts):
         return any(self.correction(prefix, kind) for kind in kinds)
 
     def prefill(
-        self,
+        self: Blender[Decoder],
         layout: PromptLayout,
         *,
         config: BlendConfig | None = None,
@@ -247,7 +246,7 @@ class Blender(BlenderParts):
         new_cache: NewCache | None = None,
         needs_hit: bool = False,
         moved: MovedRows = NOTHING_MOVED,
-    ) -> Steps[Blend]:
+    ) -> Steps[Blend[DecoderT_co]]:
         """`prefill` for a scheduler that interleaves prompts, in one `Attempt` or several; see `Steps` for how to drive it.
 
         Args:
@@ -279,6 +278,7 @@ class Blender(BlenderParts):
                     for layer in prefill.layers_to_load():
                         yield Resume.BACKGROUND
                         prefill.assembly.await_layer(layer)
+                    prefill.ask()
                     yield prefill.resume
                     prefill.look()
                     for request in prefill.question_rows():
@@ -312,7 +312,7 @@ class Blender(BlenderParts):
             return self.decoder.no_rows()
         return beginning
 
-    def _blend(self, prefill: Prefill, first_token: int) -> Blend:
+    def _blend(self, prefill: Prefill, first_token: int) -> Blend[DecoderT_co]:
         """What an attempt made."""
         opened = prefill.opened
         attempt = prefill.attempt
@@ -352,7 +352,7 @@ class Blender(BlenderParts):
         self.library(layout.kept_behind).compute(missing)
         return len({key.chunk for key in missing})
 
-    def remember(self, blend: Blend) -> int:
+    def remember(self, blend: Blend[DecoderT_co]) -> int:
         """Compute and store the caches that `blend` missed, so that the next prompt finds them.
 
         Returns:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol
 
 import numpy as np
 from cachetools import LRUCache
@@ -23,9 +23,17 @@ from blend.store.base import ChunkStore
 from blend.types import ChunkCache, PromptLayout, Stopwatch, Tokens
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from blend.model.cache import BlendedCache
     from blend.model.decoder import Decoder
     from blend.model.row_decoder import RowDecoder
+
+    DecoderT_co = TypeVar("DecoderT_co", bound=RowDecoder, default=Decoder, covariant=True)
+else:
+    from typing import TypeVar
+
+    DecoderT_co = TypeVar("DecoderT_co", covariant=True)
 
 
 MOST_PREFIXES = 16  # whose libraries and KV are kept in memory: every user may have another prefix
@@ -119,11 +127,11 @@ class StoredEstimators:
             return None
 
 
-class BlenderParts:
+class BlenderParts(Generic[DecoderT_co]):
     """The decoder, the store, and what is kept in memory of both; see `Blender`."""
 
-    def __init__(self, decoder: RowDecoder, store: ChunkStore, corpus: str, uncorrected_ratio: float) -> None:
-        self.decoder: Decoder = decoder  # type: ignore[assignment]
+    def __init__(self, decoder: DecoderT_co, store: ChunkStore, corpus: str, uncorrected_ratio: float) -> None:
+        self.decoder = decoder
         self.store = store
         self.corpus = corpus
         self.uncorrected_ratio = uncorrected_ratio

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,31 +24,24 @@ from blend.model.cache import Run
 from blend.model.passes import Narrowing, Resume, RowRequest
 from blend.prefill.check import CorrectionCheck
 from blend.prefill.inputs import BlenderParts, PromptInputs
+from blend.prefill.notes import notes_of
 from blend.prefill.plan import make_plan
 from blend.prefill.question import QueryAttention
-from blend.quality import RATIOS, Estimate, Judge, Quality, Target, signals_of
-from blend.select import All, Evidence, Nothing, Step, make_selector, require_whole_chunks
+from blend.quality import RATIOS, Estimate, Judge, Quality, signals_of
+from blend.select import All, Evidence, Needs, Nothing, Step, make_selector, require_whole_chunks
 from blend.select.base import KV, needs_of, scoring_layers
 from blend.select.selectors import rows_of
-from blend.types import LEAD_SHARE, Selection
+from blend.types import Selection
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
-    from blend.prefill.plan import Rows
+    from blend.model.cache import BlendedCache
+    from blend.model.row_decoder import RowDecoder
+    from blend.prefill.plan import Plan, Rows
     from blend.types import CacheKey
 
 
 LEAST_RATIO_UNCORRECTED = 0.3  # of rows, if there is no KV correction yet or it does not fit a prompt
-
-
-_UNFIT = "the KV correction does not fit this prompt: left out, and {:.0%} of the rows recomputed instead"
-_NO_ESTIMATES = (
-    "no quality is promised: the store has no estimates for this corpus and selector; {:.0%} of the rows recomputed "
-    "(`blend precompute --questions` makes them)"
-)
-_UNREACHABLE = "estimates from {} prompts cannot show this quality, so all rows are recomputed; give more questions"
-_LEADS = "the model has recurrent layers: the first {:.0%} of every chunk are always recomputed"
-_UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the rows recomputed"
 
 
 class NothingStoredError(Exception):
@@ -99,7 +92,27 @@ class Prefill:
 
     """
 
-    def __init__(self, blender: BlenderParts, prompt: PromptInputs, attempt: Attempt) -> None:
+    # Set when the caches are opened.
+    opened: OpenChunks
+    problems: tuple[str, ...]
+    judge: Judge | None
+    uncorrected: bool
+    notes: tuple[str, ...]
+    plan: Plan
+    assembly: Assembly
+    cache: BlendedCache
+    _needs: Needs
+    _check: CorrectionCheck
+    # Rows, set with the plan: those of the prefix without known KV, those always computed, and those to choose from.
+    _ahead: Run
+    _always: Run
+    _leads: Tensor
+    _candidates: Tensor
+    _rows: Run  # all that are still computed
+    _computed_from: list[tuple[int, int]]  # from which layer on how many
+    _ids: Tensor
+
+    def __init__(self, blender: BlenderParts[RowDecoder], prompt: PromptInputs, attempt: Attempt) -> None:
         self._blender = blender
         self._decoder = blender.decoder
         self.prompt = prompt
@@ -111,6 +124,7 @@ class Prefill:
         self.question_logits: Tensor | None = None
         self.logits: Tensor | None = None
         self.estimate: Estimate | None = None
+        self._question: QueryAttention | None = None
         self._attention: Tensor | None = None
 
     # 1. Open
@@ -168,7 +182,15 @@ class Prefill:
         configured_ratio = config.ratio if self.judge is None else RATIOS[0]
         least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
         ratio = max(configured_ratio, least_ratio)
-        self.notes = tuple(self._notes(ratio, raised=ratio > configured_ratio, blends=adds and any(self.opened.hits)))
+        notes = notes_of(
+            self.attempt,
+            self.judge,
+            ratio,
+            raised=ratio > configured_ratio,
+            recurrent=bool(self._decoder.recurrent),
+            blends=adds and any(self.opened.hits),
+        )
+        self.notes = tuple(notes)
         self.plan = make_plan(
             layout,
             self.opened.hits,
@@ -196,20 +218,6 @@ class Prefill:
         self._check = CorrectionCheck(self._decoder, layout, self.assembly, self._last_scored_layer)
         self._prepare_rows()
 
-    def _notes(self, ratio: float, *, raised: bool, blends: bool) -> Iterator[str]:
-        """What is done differently than configured. raised: for want of a KV correction. blends: whether chunks are used."""
-        if self.attempt.instead_of is not None:
-            yield _UNFIT.format(ratio)
-        if raised:
-            yield _UNCORRECTED.format(ratio)
-        if blends and self.judge is None:
-            if self._decoder.recurrent and ratio < LEAD_SHARE:
-                yield _LEADS.format(LEAD_SHARE)
-            if Quality.of(self.attempt.config).asked:
-                yield _NO_ESTIMATES.format(ratio)
-        if isinstance(self.judge, Target) and not self.judge.limit:
-            yield _UNREACHABLE.format(self.judge.estimator.prompts)
-
     def _prepare_rows(self) -> None:
         plan = self.plan
         device = self._decoder.device
@@ -222,7 +230,7 @@ class Prefill:
         self._leads = self._on_device(plan.leads)
         rows = np.sort(np.concatenate((plan.candidates, always)), kind="stable")
         self._rows = Run.on_host(rows, device)
-        self._computed_from = [(0, len(rows))]  # how many rows are computed from which layer on
+        self._computed_from = [(0, len(rows))]
         self._ids = self._on_device(self.prompt.layout.ids)[None]
 
     @property
@@ -248,6 +256,21 @@ class Prefill:
         with self._watch.stage("recompute"):
             yield from self._requests(self._ahead)
             self.cache.mark()  # the question's pass and the recompute both begin here
+
+    def ask(self) -> None:
+        """Make the question's pass ready, if the selector looks at it: blank the context rows without stored KV."""
+        layout = self.prompt.layout
+        score = self._needs.query
+        if score is None:
+            return
+        required = self.plan.required
+        uncached = required[required < layout.context.stop]
+        with self._watch.stage("select"):
+            if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
+                self._question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
+                self._restart_states(self._question.rows)
+            else:
+                self._question = QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
 
     @property
     def resume(self) -> Resume:
@@ -304,21 +327,6 @@ class Prefill:
                 if step.layer == 0:
                     self._narrow(step, None)
             self._watch_recomputed(0)
-
-    @cached_property
-    def _question(self) -> QueryAttention | None:
-        """The question's attention, made once the rows ahead ran; None if the selector does not look at it."""
-        layout = self.prompt.layout
-        score = self._needs.query
-        if score is None:
-            return None
-        required = self.plan.required
-        uncached = required[required < layout.context.stop]
-        if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
-            question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
-            self._restart_states(question.rows)
-            return question
-        return QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
 
     def _on_device(self, rows: Rows) -> Tensor:
         return torch.from_numpy(rows).to(self._decoder.device, non_blocking=True)

@@ -71,7 +71,7 @@ class PagedDecoder(RowDecoder):
         self, model: RowModel, fingerprint: str, kept_as: str, rotations: tuple[LayerRotation, ...] = ()
     ) -> None:
         self.model = model
-        self.fingerprint = fingerprint
+        self._fingerprint = fingerprint
         self.kept_as = kept_as
         self.rotations = rotations
         self.layers = model.layers
@@ -83,6 +83,11 @@ class PagedDecoder(RowDecoder):
     def named(self, fingerprint: str, kept_as: str) -> PagedDecoder:
         """The same decoder, its caches under another fingerprint and dtype."""
         return PagedDecoder(self.model, fingerprint, kept_as, self.rotations)
+
+    @property
+    def fingerprint(self) -> str:
+        """The name under which its caches are stored."""
+        return self._fingerprint
 
     @property
     def device(self) -> torch.device:

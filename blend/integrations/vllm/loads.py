@@ -56,7 +56,7 @@ class LoadQueue:
         self.blender = blender
         self.outcomes: dict[str, Outcome] = {}
         self.failed_blocks: set[int] = set()
-        self._loads: dict[str, tuple[Load, Passes[Blend]]] = {}
+        self._loads: dict[str, tuple[Load, Passes[Blend[PagedDecoder]]]] = {}
         self._running = ""
         self._outage = OutageLog("kvblend: blended KV is loaded again")
 
@@ -85,7 +85,7 @@ class LoadQueue:
             except Exception:  # no request waits for it
                 LOG.warning("kvblend: deferred work failed", exc_info=True)
 
-    def _advance(self, load: Load, passes: Passes[Blend]) -> None:
+    def _advance(self, load: Load, passes: Passes[Blend[PagedDecoder]]) -> None:
         try:
             next(passes)
             return
@@ -145,10 +145,10 @@ class RowBlender:
         self.decoder = decoder
         self.store = store
         self.config = config
-        self._blenders: dict[tuple[str, bool], Blender] = {}
+        self._blenders: dict[tuple[str, bool], Blender[PagedDecoder]] = {}
         self.background = BackgroundEncoder(decoder, learned)
 
-    def blender(self, corpus: str = "", *, learns: bool = False) -> Blender:
+    def blender(self, corpus: str = "", *, learns: bool = False) -> Blender[PagedDecoder]:
         """With the surrogate context and the KV corrections of this corpus.
 
         learns: another one, for the background of the first worker. So what the others know of prefixes is the same in all.
@@ -160,7 +160,7 @@ class RowBlender:
             )
         return self._blenders[name]
 
-    def blending(self, load: Load) -> Passes[Blend]:
+    def blending(self, load: Load) -> Passes[Blend[PagedDecoder]]:
         """Write the KV of a prompt's rows in every layer, pass by pass. The logits are empty: vLLM runs the last row.
 
         Every forward pass that begins after the end sees the KV. Other requests' blocks are never written. After a preemption
@@ -192,7 +192,7 @@ class RowBlender:
         self.background.remember(self.blender(ticket.corpus, learns=True), ticket, blend.missing)
         return blend
 
-    def _passes_of(self, steps: Steps[Blend]) -> Passes[Blend]:
+    def _passes_of(self, steps: Steps[Blend[PagedDecoder]]) -> Passes[Blend[PagedDecoder]]:
         """Drive the steps of a prefill, and stop behind each pass."""
         try:
             request = next(steps)
@@ -209,7 +209,7 @@ class RowBlender:
                 else:
                     request = steps.send(logits)
         except StopIteration as end:
-            blend: Blend = end.value
+            blend: Blend[PagedDecoder] = end.value
             return blend
         finally:
             steps.close()
@@ -236,7 +236,7 @@ class BackgroundEncoder:
         """How many caches are left, so far known."""
         return len(self._encodings)
 
-    def remember(self, blender: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
+    def remember(self, blender: Blender[PagedDecoder], ticket: LayoutTicket, missing: Sequence[CacheKey]) -> None:
         """A prompt was blended, and the store lacked these caches.
 
         Its user's texts count as used even if nothing is missing.
@@ -276,7 +276,7 @@ class BackgroundEncoder:
         self._thread.close()
 
     def _allowed(
-        self, blender: Blender, ticket: LayoutTicket, missing: Sequence[CacheKey]
+        self, blender: Blender[PagedDecoder], ticket: LayoutTicket, missing: Sequence[CacheKey]
     ) -> tuple[ChunkLibrary, Sequence[CacheKey]]:
         """The missing caches that may be stored, and those of new texts. In the store's thread."""
         layout = ticket.layout
