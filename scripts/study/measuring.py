@@ -20,7 +20,7 @@ from blend.prefill.blender import Blender
 from blend.prompt import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
-from study.selectors import studied_selector
+from study.selectors import OverCaches, studied_selector
 from study.tables import BASELINE, BASELINE_RATIO, FULL, GRADUAL
 
 # Last records of the shuffle: the KV correction is fitted on their chunks, and no method is measured on them.
@@ -105,7 +105,11 @@ def _measure(workload: Workload, record: Record, results: Results) -> None:
         say(f"{record.id} left out: {error}")
         return
     for measured in (full, *others):
-        results.put("rows", {**about, "method": measured.method}, _row(measured, full, record))
+        row = _row(measured, full, record)
+        config = named.get(measured.method)
+        if config is not None and isinstance(config.selector, OverCaches):  # it costs full prefills, and not each time
+            row |= {"ttft_s": None, "select_s": None}
+        results.put("rows", {**about, "method": measured.method}, row)
     say(f"{workload.name} {record.id} ({full.rows_total} rows)")
 
 

@@ -23,12 +23,15 @@ _NAMES = {BASELINE: "hkvd, published form", GRADUAL: "gradual, published form", 
 
 
 class Point(NamedTuple):
-    """One method. percent: of the rows that it recomputes; None if it has no ratio. Costs are in percent of full prefill."""
+    """One method.
+
+    percent: of the rows that it recomputes; None if it has no ratio. rows, ttft: in percent of full prefill; None if unknown.
+    """
 
     percent: int | None
     kl: Interval
     rows: float
-    ttft: float
+    ttft: float | None
 
 
 def draw_selection(results: Results, methods: Sequence[str] = ()) -> Figure:
@@ -66,8 +69,9 @@ def _lines(rows: Iterable[Row], names: Sequence[str]) -> dict[str, list[Point]]:
         selector, percent = _parts(name)
         of_method = by_method[name]
         share = mean(row["share"] for row in of_method)
-        time = median(row["ttft_s"] / row["full_ttft_s"] for row in of_method)
-        lines.setdefault(selector, []).append(Point(percent, kl_interval(of_method), 100 * share, 100 * time))
+        times = [100 * row["ttft_s"] / row["full_ttft_s"] for row in of_method if row["ttft_s"] is not None]
+        time = median(times) if times else None
+        lines.setdefault(selector, []).append(Point(percent, kl_interval(of_method), 100 * share, time))
     return {selector: sorted(points, key=lambda point: point.percent or 0) for selector, points in lines.items()}
 
 
@@ -83,7 +87,8 @@ def _draw_lines(axes: Axes, lines: dict[str, list[Point]], cost: str) -> None:
     """A line for each selector, with intervals of KL and the ratio at every point."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    for number, (selector, points) in enumerate(lines.items()):
+    for number, (selector, all_points) in enumerate(lines.items()):
+        points = [point for point in all_points if getattr(point, cost) is not None]
         color = COLORS[number % len(COLORS)]
         costs = [getattr(point, cost) for point in points]
         means = [point.kl.mean for point in points]

@@ -88,6 +88,7 @@ def over_sets(rows: Sequence[Row], full: Sequence[Row], base: Sequence[Row]) -> 
     """Everything about a method over all sets."""
     kl = [row["kl"] for row in rows if row["kl"] is not None]
     ratio = ratio_interval(rows, base)
+    timed = [row for row in rows if row["ttft_s"] is not None]
     return [
         number(kl_over_sets(rows)),
         None if ratio is None else f"{ratio.mean:.2f} [{ratio.low:.2f},{ratio.high:.2f}]",
@@ -96,8 +97,8 @@ def over_sets(rows: Sequence[Row], full: Sequence[Row], base: Sequence[Row]) -> 
         number(defined_mean(map(agreement, rows)), 2),
         signed(gold_interval(rows, full)),
         f"{mean(row['share'] for row in rows):.0%}",
-        f"{median(row['full_ttft_s'] / row['ttft_s'] for row in rows):.1f}x",
-        f"{median(row['select_s'] / row['full_ttft_s'] for row in rows):.1%}",
+        f"{median(row['full_ttft_s'] / row['ttft_s'] for row in timed):.1f}x" if timed else None,
+        f"{median(row['select_s'] / row['full_ttft_s'] for row in timed):.1%}" if timed else None,
     ]
 
 

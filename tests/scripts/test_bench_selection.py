@@ -113,6 +113,9 @@ def test_selectors_of_the_study_are_measured_next_to_built_in_ones(measured, tmp
     shares = {spec: by_method[f"{spec} 30 %"]["share"] for spec in (*STUDIED, "mixed", "query_guided")}
     assert len({shares[spec] for spec in ("oracle", "sums", "sums:last=1", "blocks:block=4", "query_guided")}) == 1
     assert shares["query_guided"] < shares["prefilter:budgets=1.5"] < shares["mixed"]
+    untimed = {spec for spec in STUDIED if by_method[f"{spec} 30 %"]["ttft_s"] is None}
+    assert untimed == {"oracle", "sums", "sums:last=1"}, "they run passes that no user would wait for"
+    assert any(line.startswith("| oracle 30 % |") for line in show(Results(tmp_path / "r.json"), [], "published"))
 
 
 @pytest.mark.parametrize(
