@@ -19,6 +19,19 @@
 
 Each op with an argument `backend` runs as a Triton kernel on a GPU and in plain torch elsewhere; the argument forces one.
 Importing this package loads no torch, triton or GPU driver before the first use of a name.
+
+What comes in and goes out. Queries are `[batch, heads, rows, head_dim]`, keys and values `[batch, kv_heads, keys, dim]`, and
+`positions[r]` is the last key that row r sees. Attention gives `[batch, heads, rows, value_dim]` and a log-sum-exp, masses
+`[batch, heads, keys]`. `place_layer` reads `ChunkKV`s by a `PlacingTable` and writes `[kv_heads, capacity, head_dim]`. Wrong
+arguments are refused in one line (`checks`).
+
+How to read it: `attention` (the public op) -> `checks` -> `work` (the call as a value) -> `backend` (Triton or torch) ->
+`attention_plain` (the twin, which says what is computed) -> `attention_launch` -> `attention_kernel`. Every other op has the
+same tiers; the table in kernels/README.md names their files and derives the formulas.
+
+To add a kernel: write the plain-torch twin and a test against dense float64 in tests/kernels, then the jit function and its
+launcher (names as in kernels/README.md), a public op that checks its arguments and chooses by `choose_backend`, its name
+here, and its variants in scripts/aot/variants.py, so that `scripts/aot_report` counts registers and spills.
 """
 
 from typing import TYPE_CHECKING, Any

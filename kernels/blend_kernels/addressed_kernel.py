@@ -28,6 +28,10 @@ from blend_kernels.tiles import Shape, Tile, best_tile, chunks, split_count
 # (jit functions are Triton's language, not Python's: their arguments have no Python types)
 
 
+# The last visible key of a row that stands in another request's tile; no cache is as long.
+FOREIGN = tl.constexpr(1 << 30)
+
+
 @triton.jit
 def cache_address(
     table_ptr, like_ptr, i_layer, i_req, i_head, n_requests, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
@@ -153,19 +157,19 @@ def attend_addressed(
         HEAD_DIM, VALUE_DIM,
     )  # fmt: skip
     o_last, i_first_end, i_end = last_keys(o_pos, m_own, n_keys)
+    # a row of a second request would read the cache of the first: it is marked, and NaN in the end
+    o_last = tl.where(m_row & (o_req != i_req), FOREIGN, o_last)
     i_from, i_full, i_ragged, i_low, i_stop = key_loops(i_first_end, i_end, window, N, WINDOWED, SPLIT)
     i_part = tl.program_id(1).to(tl.int64)
     o_out = (i_part * n_rows + o_row) * n_kv_heads * GROUP + o_head
     if SPLIT:  # noqa: SIM102 (a constant, which decides what is compiled)
         if i_from >= i_stop:
-            tl.store(lse_ptr + o_out, tl.full([M], float("-inf"), tl.float32), mask=m_line)
+            tl.store(lse_ptr + o_out, tl.where(o_last == FOREIGN, float("nan"), float("-inf")), mask=m_line)
             return
 
     # [M, D]
     p_q = q_ptr + o_head.to(tl.int64)[:, None] * s_qh + o_row.to(tl.int64)[:, None] * s_qr
     b_q0, b_q1 = load_queries(p_q, tl.arange(0, D0), m_line, HEAD_DIM, D0, D1)
-    # a row of a second request would read the cache of the first: it is NaN instead
-    b_q0 = tl.where((m_row & (o_req != i_req))[:, None], float("nan"), b_q0).to(q_ptr.dtype.element_ty)
     b_acc0, b_acc1, b_max, b_sum = attend_ranges(
         b_q0, b_q1, o_last,
         i_from, i_full, i_ragged, i_low, i_stop,
@@ -176,6 +180,7 @@ def attend_addressed(
     )  # fmt: skip
     if SINKS:
         b_acc0, b_acc1, b_max, b_sum = add_sinks(b_acc0, b_acc1, b_max, b_sum, sink_ptr + o_head)
+    b_sum = tl.where(o_last == FOREIGN, float("nan"), b_sum)
     store_results(
         b_acc0, b_acc1, b_max, b_sum,
         o_out, m_row, m_line,
