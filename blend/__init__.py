@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
     from blend.errors import BlendError
+    from blend.layout import PromptLayout
     from blend.model.decoder import Decoder
     from blend.model.generate import Generation, generate
     from blend.prefill.blender import Blend, Blender
-    from blend.prompt import PromptTemplate
+    from blend.prompt_template import PromptTemplate
     from blend.rag import Rag
     from blend.select import Evidence, Needs, Selector
     from blend.store import open_store
-    from blend.types import ChunkCache, ChunkKey, PromptLayout, Selection
+    from blend.types import ChunkCache, ChunkKey, Selection
 
 
 _PUBLIC = {
@@ -33,11 +34,12 @@ _PUBLIC = {
     "blend.errors": ("BlendError",),
     "blend.model.decoder": ("Decoder",),
     "blend.model.generate": ("Generation", "generate"),
-    "blend.prompt": ("PromptTemplate",),
+    "blend.prompt_template": ("PromptTemplate",),
     "blend.rag": ("Rag",),
     "blend.select": ("Evidence", "Needs", "Selector"),
     "blend.store": ("open_store",),
-    "blend.types": ("ChunkCache", "ChunkKey", "PromptLayout", "Selection"),
+    "blend.layout": ("PromptLayout",),
+    "blend.types": ("ChunkCache", "ChunkKey", "Selection"),
 }
 _HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -16,10 +16,10 @@ from blend.intervals import Interval, Judged, defined_mean, share_interval
 if TYPE_CHECKING:
     import torch
 
+    from blend.layout import PromptLayout
     from blend.model.decoder import FullPrefill
     from blend.model.generate import Continuable, Generation
     from blend.quality import Quality
-    from blend.types import PromptLayout
 
 # Rows taken together: bounds the float64 copies to some tens of MiB with the largest vocabularies.
 ROWS_AT_ONCE = 16

@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from blend.errors import ConfigError
-from blend.limits import check_corpus_name, check_fields, shown
+from blend.ranges import check_fields
 from blend.select import Selector, make_selector
+from blend.text import check_corpus_name, shown
 from blend.types import ChunkKey
 
 MaskMode = Literal["exact", "bottom-right"]
@@ -47,7 +48,7 @@ class BlendConfig:
             `blend verify` found best, at first "composed").
 
     Raises:
-        ConfigError: a value is outside its range (`blend.limits`).
+        ConfigError: a value is outside its range (`blend.ranges`).
 
     """
 

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, EntryDamagedError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.files import make_private_folder, write_atomically
-from blend.limits import check_corpus_name, is_corpus_name
 from blend.store.addresses import root_of
 from blend.store.admin import Sources, read_sources
 from blend.store.backend import INDEXES
+from blend.text import check_corpus_name, is_corpus_name
 from blend_retrieval.errors import ChunkIndexError
 from blend_retrieval.generations import generation_files, install_generation, write_lock
 

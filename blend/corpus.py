@@ -21,10 +21,12 @@ from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without
 from blend.config import WHOLE, CorpusConfig, Share
 from blend.corpora import Sharing
 from blend.errors import StoreChangedError
-from blend.prompt import PromptTemplate, render_chunk
+from blend.layout import Tokens
+from blend.prompt_template import PromptTemplate, render_chunk
+from blend.stopwatch import Progress, no_progress
 from blend.store.admin import write_sources
 from blend.store.base import ChunkStore
-from blend.types import CacheKey, CacheKind, ChunkKey, Progress, Tokens, no_progress
+from blend.types import CacheKey, CacheKind, ChunkKey
 from blend_retrieval import (
     Chunk,
     ChunkIndex,

@@ -11,7 +11,6 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blend.answers import NONE_RETRIEVED, Answer, FullAnswer
-from blend.checked import UNCHECKED
 from blend.chunks.encode import take_held_dtype
 from blend.chunks.fit import neutral_correction
 from blend.config import (
@@ -27,16 +26,19 @@ from blend.config import (
 from blend.corpora import Sharing, corpora, index_dir, require_corpus
 from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
-from blend.limits import check_number
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.device_path import DevicePath
 from blend.model.generate import OnText, end_tokens, generate
 from blend.model.precision import check_weights
 from blend.prefill.blender import Blend, Blender
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
+from blend.ranges import check_number
+from blend.stopwatch import Progress, Stopwatch, no_progress
 from blend.store import open_store
 from blend.store.addresses import is_address, origin_of, replica_of
-from blend.types import CacheKind, Progress, PromptLayout, Stopwatch, dtype_name, no_progress
+from blend.types import CacheKind, dtype_name
+from blend.verified import UNCHECKED
 from blend.weights import lasting_name, resolve_model
 from blend_retrieval import (
     ChunkIndex,

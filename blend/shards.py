@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blend.config import Share
 from blend.errors import ConfigError, WorkersError, first_line
-from blend.types import CacheKind, Progress
+from blend.stopwatch import Progress
+from blend.types import CacheKind
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
+    from blend.layout import Tokens
     from blend.rag import Rag
-    from blend.types import CacheKey, Tokens
+    from blend.types import CacheKey
 
 _CONNECT_S = 10.0  # for a cluster to accept a connection
 _START_S = 1800.0  # until a first worker has loaded its model

@@ -256,7 +256,7 @@ def make_corpus(model: Path, store: Path, options: argparse.Namespace, *, dtype:
 def _choose(model: Path, count: int, chunk_tokens: int) -> Sequence[Passage]:
     from transformers import AutoTokenizer
 
-    from blend.prompt import PromptTemplate, render_chunk
+    from blend.prompt_template import PromptTemplate, render_chunk
     from blend_retrieval import chunk_documents
 
     template = PromptTemplate(AutoTokenizer.from_pretrained(str(model)))

@@ -23,13 +23,13 @@ from _paths import MODEL, ROOT, command_line
 from _results import Results, Row, markdown, measure_and_show, say
 
 if TYPE_CHECKING:
+    from blend.layout import PromptLayout
     from blend.prefill.blender import Blender
     from blend.rag import Rag
     from blend.serve.events import Started
     from blend.serve.prompt import Prompt
     from blend.serve.request import Message, Tools
     from blend.serve.service import Service
-    from blend.types import PromptLayout
 
 ANSWER_TOKENS = 16  # over which KL is measured
 
@@ -120,7 +120,7 @@ class Arms:
 
 def reused(prompt: Prompt, started: Started) -> int:
     """Tokens that came out of caches, behind the beginning that all prompts share."""
-    from blend.types import PlaceOrigin
+    from blend.layout import PlaceOrigin
 
     layout = prompt.layout
     rows = set(range(started.figures.rows_reused))

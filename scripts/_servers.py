@@ -61,7 +61,7 @@ def _chat_words(answer_tokens: int, question: TimedQuestion) -> Request:
 
 def pasted(question: TimedQuestion) -> str:
     """A question behind its passages, as one text."""
-    from blend.prompt import render_chunk
+    from blend.prompt_template import render_chunk
 
     return "".join(map(render_chunk, question.passages)) + question.question
 
@@ -88,10 +88,10 @@ class Vllm:
         from transformers import AutoTokenizer
 
         from blend.config import PromptConfig
-        from blend.prompt import PromptTemplate
+        from blend.layout import Place
+        from blend.prompt_template import PromptTemplate
         from blend.serve.prompts.chat_template import ChatTemplate, question_turns
         from blend.serve.request import Message
-        from blend.types import Place
 
         tokenizer = AutoTokenizer.from_pretrained(str(self.model))
         template = PromptTemplate(tokenizer)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from blend.model.host_copy import HostCopy
 
 from _paths import documentation
 from _results import Results, Row, markdown, say
@@ -23,15 +24,15 @@ from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.model.decoder import FullPrefill, full_prefill
-from blend.model.host_copy import HostCopy
 from blend.prefill.blender import Blender
+from blend.stopwatch import Stopwatch
 from blend.store import ChunkPool, open_store
-from blend.types import CacheKind, Stopwatch
+from blend.types import CacheKind
 
 if TYPE_CHECKING:
+    from blend.layout import PromptLayout
     from blend.model.decoder import Decoder
-    from blend.prompt import PromptTemplate
-    from blend.types import PromptLayout
+    from blend.prompt_template import PromptTemplate
 
 FULL = "full"
 METHODS: dict[str, BlendConfig | None] = {
@@ -87,12 +88,23 @@ def documentation_prompts(
 
 @dataclass
 class Bench:
-    """Measures what `results` lack. load: makes the subject, when it is needed. about: what every row says."""
+    """Measures what `results` lack.
+
+    Args:
+        load: Makes the subject, when it is needed.
+        about: What every row says.
+        results: The rows.
+        rounds: Turns of each method.
+        codec: Of the stored caches.
+        folder: Where a disk store is made, for the time of its rows. None: among the system's temporary files.
+    """
 
     load: Callable[[], Subject]
     about: Mapping[str, object]
     results: Results
     rounds: int
+    codec: str = "bfloat16"
+    folder: Path | None = None
 
     @cached_property
     def subject(self) -> Subject:
@@ -114,10 +126,11 @@ class Bench:
 
     def _measured(self, tokens: int, name: str) -> dict[str, Row]:
         """The rows of the methods that fit the memory."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            place = folder if name == "disk" else f"{name}:"
             try:
                 layout = self.subject.layout(tokens)
-                blender = filled_blender(self.subject, layout, folder if name == "disk" else f"{name}:")
+                blender = filled_blender(self.subject, layout, place, self.codec)
                 runs = self._take_turns(blender, layout)
                 if blender.decoder.device.type == "cuda":
                     self._decode(blender, layout, {"tokens": tokens, "store": name})
@@ -154,13 +167,13 @@ class Bench:
             self.results.put("decoding", {**self.about, **key, "method": "reuse", "answers": answers}, row)
 
 
-def filled_blender(subject: Subject, layout: PromptLayout, place: str) -> Blender:
+def filled_blender(subject: Subject, layout: PromptLayout, place: str, codec: str = "bfloat16") -> Blender:
     """A store with the caches of the prompt's chunks, a surrogate context, and a KV correction.
 
     place: a folder, "memory:" for the host's memory alone, or "gpu:" for copies on the GPU as well.
     """
     pool = {"memory:": ChunkPool(gpu_budget_bytes=0), "gpu:": ChunkPool()}.get(place)
-    store = open_store("memory:" if pool else place, codec="bfloat16", memory_bytes=pool)
+    store = open_store("memory:" if pool else place, codec=codec, memory_bytes=pool)
     blender = Blender(subject.decoder, store)
     library = blender.library(layout.kept_behind)
     library = with_surrogate(library, subject.surrogate_chunks, CorpusConfig().surrogate_tokens)

@@ -11,11 +11,11 @@ import torch
 from models import VOCABULARY
 
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend, Blender
 from blend.select import Evidence, HighDeviation, QueryGuided, Random, Selector, make_selector
 from blend.store import ChunkStore, open_store
-from blend.types import PromptLayout
 
 # Chunks longer than the window, one of a single token; the last rows still see several chunks through layers with windows.
 PREFIX, CHUNKS, SUFFIX = 5, (20, 13, 1, 12), 7

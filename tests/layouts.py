@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from blend.types import PlaceOrigin, PromptLayout
+from blend.layout import PlaceOrigin, PromptLayout
 
 
 def marked(

@@ -12,8 +12,8 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from blend.layout import PromptLayout, Span
 from blend.model.attention import AttentionCall
-from blend.types import PromptLayout, Span
 
 
 @dataclass(frozen=True)

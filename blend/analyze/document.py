@@ -36,9 +36,9 @@ from blend.analyze.words import KINDS
 from blend.config import BlendConfig
 from blend.eval.output import write_whole
 from blend.eval.report import RunInfo
-from blend.limits import json_text, visible
 from blend.select import make_selector
 from blend.select.base import scoring_layers
+from blend.text import json_text, visible
 
 if TYPE_CHECKING:
     from blend.analyze.study import PromptAnalysis

@@ -13,7 +13,7 @@ from numpy import ndarray
 
 from blend.analyze.study import Deviation, PromptAnalysis
 from blend.analyze.words import KINDS
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 QUANTILES = (0.05, 0.25, 0.50, 0.75, 0.95)
 TOP = (0.05, 0.10, 0.15)

@@ -16,13 +16,13 @@ from blend.analyze.words import word_kinds
 from blend.chunks.assemble import assemble
 from blend.chunks.opened import open_chunks
 from blend.errors import ConfigError, PromptError, UnsupportedModelError
+from blend.layout import PromptLayout, Span
 from blend.model.attention import AttentionCall
 from blend.model.cache import Run
 from blend.prefill.blender import Blender
 from blend.prefill.question import QueryAttention
 from blend.select import HighDeviation, Mixed, QueryGuided, QueryScore, make_selector
 from blend.select.selectors import deviation
-from blend.types import PromptLayout, Span
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig

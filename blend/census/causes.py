@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from blend.census.matching import Match
 from blend.census.memory import Earlier
-from blend.types import common_length
+from blend.layout import common_length
 
 LEAST_LOST = 16  # tokens: fewer are no cause
 _SHOWN = 60  # characters of an example

@@ -11,7 +11,7 @@ from blend.census.matching import CLASSES
 from blend.census.show import Findings
 from blend.eval.output import write_whole
 from blend.eval.picture import drawn
-from blend.limits import visible
+from blend.text import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

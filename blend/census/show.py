@@ -12,7 +12,7 @@ from blend.census.matching import CLASSES
 from blend.census.rates import Rates
 from blend.census.reading import ROLES, LogReader
 from blend.eval.show import table
-from blend.limits import counted, visible
+from blend.text import counted, visible
 
 if TYPE_CHECKING:
     from rich.console import Group

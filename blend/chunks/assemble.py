@@ -18,11 +18,13 @@ from blend.chunks.gain import ChunkRows, PromptGain
 from blend.chunks.loader import LayerLoader
 from blend.chunks.opened import of_cache
 from blend.errors import EntryDamagedError
+from blend.layout import PromptLayout
 from blend.model.cache import BlendedCache, LayerRotation
 from blend.model.passes import OnLayer, nothing
 from blend.model.recurrent import LeftOut
+from blend.stopwatch import Stopwatch
 from blend.store.ready import ReadyChunk
-from blend.types import ChunkCache, PromptLayout, Stopwatch
+from blend.types import ChunkCache
 from blend_kernels import PlacingTable, place_layer
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from blend.errors import EntryDamagedError, first_line
-from blend.types import CacheKind, PromptLayout
+from blend.layout import PromptLayout
+from blend.types import CacheKind
 from blend_kernels import Deltas, rotate_keys
 
 if TYPE_CHECKING:

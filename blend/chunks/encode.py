@@ -20,12 +20,13 @@ from torch import Tensor
 
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError, PromptError
+from blend.layout import lead_of
 from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, LayerRotation, Run
 from blend.model.passes import RowRequest, RowSteps, run_steps
 from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
-from blend.types import ChunkCache, lead_of
+from blend.types import ChunkCache
 from blend_kernels import Deltas, Turn, rotate_keys
 
 if TYPE_CHECKING:

@@ -25,8 +25,10 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.opened import caches_of
 from blend.chunks.regression import RANK, LayerRows, fit_layer
 from blend.chunks.unfinished import UnfinishedFit
+from blend.layout import PromptLayout, Tokens
 from blend.model import cpu
-from blend.types import CacheKind, Progress, PromptLayout, Tokens, no_progress
+from blend.stopwatch import Progress, no_progress
+from blend.types import CacheKind
 
 if TYPE_CHECKING:
     from blend.chunks.encode import ChunkEncoder

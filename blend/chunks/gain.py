@@ -30,9 +30,9 @@ from blend.chunks.opened import memory_of
 from blend_kernels import ChunkKV, ChunkShape, Deltas, LayerShape, PlacingTable, place_layer, rotate_keys
 
 if TYPE_CHECKING:
+    from blend.layout import PromptLayout
     from blend.model.row_decoder import RowDecoder
     from blend.store.ready import ReadyChunk
-    from blend.types import PromptLayout
     from blend_kernels.chunk_kv import Integers
 
 _ROW_PART = attrgetter("row_part")

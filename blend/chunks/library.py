@@ -22,11 +22,13 @@ from torch import Tensor
 from blend.chunks.encode import ChunkEncoder, without_positions
 from blend.config import BATCH_TOKENS
 from blend.errors import EntryDamagedError
+from blend.layout import PromptLayout, Tokens, lead_of
+from blend.stopwatch import Progress, no_progress
 from blend.store.backend import cache_name
 from blend.store.base import ChunkStore
 from blend.store.format import LONGEST, encode_entry
 from blend.store.seal import Seal
-from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, Progress, PromptLayout, Tokens, lead_of, no_progress
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey
 
 if TYPE_CHECKING:
     from blend.model.row_decoder import RowDecoder

@@ -16,11 +16,12 @@ from torch import Tensor
 from blend.chunks.library import ChunkLibrary
 from blend.chunks.loader import LayerLoader
 from blend.errors import EntryDamagedError
+from blend.layout import PlaceOrigin, PromptLayout, Tokens
 from blend.model import cpu
 from blend.store.pool import ChunkPool, Lease
 from blend.store.reader import damaged
 from blend.store.ready import ReadyChunk
-from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, PlaceOrigin, PromptLayout, Tokens, dtype_name
+from blend.types import CacheKey, CacheKind, ChunkCache, ChunkKey, dtype_name
 from blend_kernels import ChunkKV
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from blend.chunks.library import ChunkLibrary
 from blend.errors import PromptError
-from blend.types import ChunkKey, Tokens
+from blend.layout import Tokens
+from blend.types import ChunkKey
 
 LARGEST_SHARE = 8  # one chunk in so many may be in the surrogate context: those have no contextual cache
 

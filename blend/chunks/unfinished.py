@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from safetensors.torch import load, save
 
 from blend.errors import StoreError
+from blend.layout import PromptLayout
 from blend.store.backend import ARTIFACTS, artifact_name
-from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

@@ -20,7 +20,7 @@ from types import FrameType
 import click
 
 from blend.errors import is_out_of_memory
-from blend.limits import visible
+from blend.text import visible
 from blend.version import __version__
 
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143

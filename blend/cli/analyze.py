@@ -19,8 +19,8 @@ from blend.eval.dataset import load_dataset
 if TYPE_CHECKING:
     from blend.analyze.document import Analyzed
     from blend.eval.dataset import Record
+    from blend.layout import PromptLayout
     from blend.rag import Rag
-    from blend.types import PromptLayout
 
 _Prompt = tuple[str, str, "PromptLayout"]  # id, question, layout
 # Prompts whose text the page can show; the numbers of all of them are averaged.

@@ -16,7 +16,7 @@ from blend.cli.console import ANSWER_KEEPS, errors, note, output, print_json, sa
 from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
-from blend.limits import counted, is_text, visible
+from blend.text import counted, is_text, visible
 
 if TYPE_CHECKING:
     from blend.answers import Answer, FullAnswer

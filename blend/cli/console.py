@@ -1,7 +1,7 @@
 """Output of the commands: notes on stderr, results on stdout; `blend.cli.progress` shows progress.
 
 All text is written here or in `blend.cli`. Titles, file names, ids and answers may hold control characters, which
-`blend.limits` makes harmless.
+`blend.ranges` makes harmless.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from blend.errors import BlendError, ConfigError
-from blend.limits import json_text, visible
+from blend.text import json_text, visible
 from blend_retrieval.decoding import DecodingError, decode
 
 if TYPE_CHECKING:

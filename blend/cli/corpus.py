@@ -8,7 +8,7 @@ import click
 
 from blend.cli.console import say
 from blend.cli.options import FOLDER, NAME
-from blend.limits import counted
+from blend.text import counted
 
 
 @click.command("corpus")

@@ -13,7 +13,7 @@ from blend.cli import opening, options
 from blend.cli.console import make_sure, print_json, say
 from blend.corpora import corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
-from blend.limits import counted
+from blend.text import counted
 
 if TYPE_CHECKING:
     from blend.rag import Rag

@@ -160,7 +160,7 @@ def note_caveats(rag: Rag) -> None:
             )
         elif line := misfit(rag):
             note(line)
-    from blend.checked import first_warning
+    from blend.verified import first_warning
 
     if rag.model not in CATALOG and (line := first_warning(decoder)):
         note(line)

@@ -16,11 +16,12 @@ import click
 from blend.cli.console import read_text
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode, PromptConfig
 from blend.errors import ConfigError
-from blend.limits import NUMBERS, check_corpus_name, is_text, shown
+from blend.ranges import NUMBERS
 from blend.select import make_selector
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
 from blend.store import codec_names
 from blend.store.addresses import is_address, replica_of
+from blend.text import check_corpus_name, is_text, shown
 
 Option = Callable[[Any], Any]  # a decorator of a command
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
@@ -106,7 +107,7 @@ OUTPUT = Parsed("file", _output)
 
 
 def number(name: str, words: str, default: float | None = None, **attributes: Any) -> Option:
-    """An option with the limits that `blend.limits` has for `name`, which its help shows."""
+    """An option with the limits that `blend.ranges` has for `name`, which its help shows."""
     limits = NUMBERS[name]
     kind = Parsed("integer" if limits.whole else "float", limits.parsed)
     if default is not None:

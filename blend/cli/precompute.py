@@ -19,7 +19,7 @@ from blend.cli.progress import stage_progress
 from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import WHOLE, Share
 from blend.errors import ConfigError
-from blend.limits import counted
+from blend.text import counted
 from blend_retrieval.document import summarized
 from blend_retrieval.readers import TEXT_FIELD
 

@@ -25,12 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from blend.cli.console import errors, note, seconds
-from blend.limits import visible
+from blend.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from blend.types import Progress
+    from blend.stopwatch import Progress
 
 LINE_EVERY_S = 10.0
 DRAWN_AFTER_S = 2.0

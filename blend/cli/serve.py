@@ -18,8 +18,8 @@ from blend.cli.console import note, say, warnings_as_notes
 from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, StoreUnreachableError
-from blend.limits import is_loopback, origin_of
 from blend.serve.limits import BODY_BUDGET
+from blend.text import is_loopback, origin_of
 
 if TYPE_CHECKING:
     from blend.serve.events import Audit

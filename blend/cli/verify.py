@@ -18,7 +18,7 @@ from blend.errors import QualityError, UndecidedError
 from blend.eval.dataset import Record, load_dataset
 
 if TYPE_CHECKING:
-    from blend.eval.check import Verdict
+    from blend.eval.verify import Verdict
     from blend.rag import Rag
 
 QUESTIONS = 24
@@ -66,9 +66,9 @@ def command(
 
 
 def _verdict(rag: Rag, records: list[Record] | None, limit: int, quality: float, workload: str) -> Verdict:
-    from blend.eval.check import RECURRENT_WAYS, WAYS, Verdict, builtin_records, check_model, remember
     from blend.eval.evaluator import Evaluator, Method
     from blend.eval.report import FULL, summarise
+    from blend.eval.verify import RECURRENT_WAYS, WAYS, Verdict, builtin_records, check_model, remember
 
     if records is None:
         records = builtin_records(rag.template, limit)

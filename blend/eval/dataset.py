@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from blend.errors import DatasetError
-from blend.limits import is_text
+from blend.text import is_text
 from blend_retrieval.decoding import marked_encoding
 
 QUESTION_LINE = '{"question": "...", "answers": ["..."]}'

@@ -13,11 +13,13 @@ from blend.compare import Reference
 from blend.errors import PromptError
 from blend.files import keep_value, read_values
 from blend.intervals import LEAST_SAMPLE
+from blend.layout import PromptLayout
 from blend.model.decoder import full_prefill
 from blend.model.generate import Generation, generate
 from blend.prefill.blender import Blender
 from blend.quality import COMPARED_TOKENS, RATIOS, Estimate, Estimator, Quality, Signals
-from blend.types import CacheKind, Progress, PromptLayout, no_progress
+from blend.stopwatch import Progress, no_progress
+from blend.types import CacheKind
 from blend.version import __version__
 
 if TYPE_CHECKING:

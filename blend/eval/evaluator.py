@@ -15,12 +15,13 @@ from blend.config import REPORT_TOKENS, BlendConfig
 from blend.eval.dataset import Record
 from blend.eval.metrics import exact_match, has_rouge, names_one, rouge_l, wants_rouge, word_f1
 from blend.eval.report import BLEND, FULL, REUSE, Measurement
+from blend.layout import PromptLayout
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
 from blend.select import make_selector
-from blend.types import Progress, PromptLayout, Stopwatch, no_progress
+from blend.stopwatch import Progress, Stopwatch, no_progress
 
 PLAIN_REUSE = BlendConfig(selector="none", correction=False, surrogate=False)
 _COPIED_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from blend.limits import counted
+from blend.text import counted
 from blend.version import __version__
 
 PACKAGES = ("torch", "triton", "transformers", "faiss-cpu", "numpy", "sentence-transformers")

@@ -10,7 +10,7 @@ from typing import Any
 
 from blend.errors import ConfigError
 from blend.files import check_creatable, write_atomically
-from blend.limits import json_text
+from blend.text import json_text
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

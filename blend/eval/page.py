@@ -15,7 +15,7 @@ from blend.eval.output import write_whole
 from blend.eval.picture import INK, panels_as_svg
 from blend.eval.report import FULL, REUSE, ChangedAnswer, Measurement, Report
 from blend.eval.show import SHOWN_CHANGES, TEXT_COLUMNS, Table, footnotes_of, kl_words, report_tables
-from blend.limits import counted, visible
+from blend.text import counted, visible
 
 _PLACEHOLDER = re.compile(r"@([A-Z]+)@")
 _WORDS = re.compile(r"\s+|\S+")
@@ -99,24 +99,24 @@ def _changes(report: Report) -> Iterable[str]:
         yield "</details>"
 
 
-def _record(full: Measurement, others: Sequence[Measurement]) -> str:
+def _record(full: Measurement, blended: Sequence[Measurement]) -> str:
     """A record with full recompute's answer and all blended ones."""
-    blocks = [_answer(FULL, _marked(full.answer, others[0].answer) if len(others) == 1 else _escaped(full.answer))]
-    for other in others:
-        change = ChangedAnswer(full, other)
-        is_changed = other.answer != full.answer
-        figures = [kl_words(other.kl), change.meaning if is_changed else f"the same as {FULL}'s"]
-        blocks.append(_answer(_listed(other.method, *figures), _marked(other.answer, full.answer)))
+    blocks = [_answer(FULL, _marked(full.answer, blended[0].answer) if len(blended) == 1 else _escaped(full.answer))]
+    for method in blended:
+        change = ChangedAnswer(full, method)
+        is_changed = method.answer != full.answer
+        figures = [kl_words(method.kl), change.meaning if is_changed else f"the same as {FULL}'s"]
+        blocks.append(_answer(_listed(method.method, *figures), _marked(method.answer, full.answer)))
     return _article(full, full.record_id, blocks)
 
 
 def _change(change: ChangedAnswer) -> str:
     """One changed answer beside full recompute's."""
-    full, other = change
-    title = _listed(other.record_id, other.method, kl_words(other.kl), change.meaning)
+    full, changed = change
+    title = _listed(changed.record_id, changed.method, kl_words(changed.kl), change.meaning)
     blocks = [
-        _answer(FULL, _marked(full.answer, other.answer)),
-        _answer(other.method, _marked(other.answer, full.answer)),
+        _answer(FULL, _marked(full.answer, changed.answer)),
+        _answer(changed.method, _marked(changed.answer, full.answer)),
     ]
     return _article(full, title, blocks)
 

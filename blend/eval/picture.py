@@ -16,7 +16,7 @@ from blend.errors import ConfigError
 from blend.eval.output import check_writable, write_whole
 from blend.eval.report import FULL, MethodSummary, Report
 from blend.intervals import LEVEL, Interval
-from blend.limits import visible
+from blend.text import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -207,8 +207,10 @@ def _legend_of_methods(axes: Axes, summaries: Sequence[MethodSummary], report: R
 
 
 def _legend_columns(report: Report) -> int:
-    longest = max(len(_short(summary.method)) for summary in report.methods)
-    return max(1, min(len(report.methods), _LEGEND_COLUMNS // (longest + 4)))
+    widths = [len(_short(summary.method)) + 5 for summary in report.methods]  # with the marker
+    if sum(widths) <= _LEGEND_COLUMNS:
+        return len(widths)
+    return max(1, _LEGEND_COLUMNS // max(widths))
 
 
 def _panel_inches(report: Report) -> tuple[float, float]:
@@ -242,16 +244,16 @@ def _draw_changes(axes: Axes, report: Report) -> None:
     summaries = report.methods[1:]
     places = range(len(summaries))
     has_meanings = any(any(summary.comparison.meanings) for summary in summaries)
-    left = [0.0] * len(summaries)
+    starts = [0.0] * len(summaries)
     thickness = min(0.55, 0.15 * len(summaries))  # two bars are no wider than four
     for meaning, color in enumerate(_MEANING_COLORS if has_meanings else ()):
         shares = [100 * summary.comparison.meanings[meaning] / summary.comparison.answers for summary in summaries]
-        axes.barh(places, shares, left=left, height=thickness, color=color, label=MEANINGS[meaning])
-        left = [start + share for start, share in zip(left, shares, strict=True)]
-    unknown = [100 * summary.comparison.flips.mean - start for summary, start in zip(summaries, left, strict=True)]
+        axes.barh(places, shares, left=starts, height=thickness, color=color, label=MEANINGS[meaning])
+        starts = [start + share for start, share in zip(starts, shares, strict=True)]
+    unknown = [100 * summary.comparison.flips.mean - start for summary, start in zip(summaries, starts, strict=True)]
     if max(unknown, default=0) > 1e-6:
         axes.barh(
-            places, unknown, left=left, height=thickness, color=_CHANGED, label="changed" if has_meanings else None
+            places, unknown, left=starts, height=thickness, color=_CHANGED, label="changed" if has_meanings else None
         )
     for place, summary in zip(places, summaries, strict=True):
         _draw_interval(axes, place, summary)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from blend.compare import MEANINGS, ComparedAnswer, Comparison, compare
 from blend.eval.machine import Machine
 from blend.intervals import LEVEL, Interval, Judged, defined_mean, median_interval, paired_interval
-from blend.limits import counted, finite
+from blend.text import counted, finite
 
 if TYPE_CHECKING:
     from blend.quality import Quality

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from blend.eval.report import FULL, REUSE, ChangedAnswer, MethodSummary, Report, TaskFigures
 from blend.intervals import LEVEL, Interval
-from blend.limits import visible
+from blend.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -18,6 +18,7 @@ WIDTH = 100
 UNDEFINED = "-"
 TEXT_COLUMNS = ("task", "method")
 SHOWN_CHANGES = 5
+_STAGES = ("load", "reposition", "select", "recompute", "first_token")  # in the order in which they begin
 _FEW_RECORDS = 10  # below this an interval of resampled records says little
 _SHOWN_ANSWER = 240  # characters of an answer that differs
 _BEFORE_DIFFERENCE = 60  # of which so many may be what both answers share
@@ -85,7 +86,8 @@ def _against_gold(report: Report) -> Table:
 
 def _stages(report: Report) -> Table:
     """Where the time to first token goes."""
-    names = list(dict.fromkeys(name for summary in report.methods for name in summary.stages))
+    measured = dict.fromkeys(name for summary in report.methods for name in summary.stages)
+    names = [*(name for name in _STAGES if name in measured), *(name for name in measured if name not in _STAGES)]
     rows = [
         [summary.method, *(_stage(summary, name) for name in names), seconds(summary.ttft_s)]
         for summary in report.methods
@@ -123,7 +125,9 @@ def _measured_columns(rows: Sequence[dict[str, str]]) -> Table:
 
 def seconds(value: float) -> str:
     """A time, short."""
-    return f"{value:.3g} s" if value >= 0.9995 else f"{value * 1000:.3g} ms"
+    if value < 0.9995:
+        return f"{value * 1000:.{0 if value >= 0.01 else 1}f} ms"
+    return f"{value:#.3g} s" if value < 99.95 else f"{value:.0f} s"
 
 
 def number(value: float | None, form: str) -> str:
@@ -156,7 +160,7 @@ def _changed_answers(report: Report) -> list[Text]:
     lines = [Text(f"\nAnswers that differ from {FULL}'s{order} ({of_all})", style="bold")]
     for change in shown:
         lines += [Text(visible(line)) for line in _lines_of(change)]
-    return lines
+    return [*lines, Text()]
 
 
 def _lines_of(change: ChangedAnswer) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from blend.errors import ConfigError, first_line
+from blend.layout import LEAD_SHARE, PromptLayout
 from blend.model.admission import admit
 from blend.model.cache import output_cache
 from blend.model.cpu import packed, replace_linear
@@ -29,7 +30,8 @@ from blend.model.fingerprint import (
 from blend.model.outline import auto_class
 from blend.model.precision import NumberFormat, check_weights, pick_dtype, quantize_linear, weights_format
 from blend.model.row_decoder import TIMED_ROWS, DrivenDecoder
-from blend.types import LEAD_SHARE, CacheIdentity, PromptLayout, Stopwatch, dtype_name
+from blend.stopwatch import Stopwatch
+from blend.types import CacheIdentity, dtype_name
 from blend.weights import resolve_model
 from blend.weights.catalog import here_or_from_hub
 from blend_retrieval.hub import LOADING

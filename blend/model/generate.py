@@ -15,7 +15,7 @@ from torch import Tensor
 
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, UnsupportedModelError
-from blend.limits import check_number
+from blend.ranges import check_number
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder

@@ -21,7 +21,8 @@ from blend.model.driver import RowDriver
 from blend.model.graphs import RowGraphs
 from blend.model.passes import Halt, OnLayer, RowRequest, nothing
 from blend.model.recurrent import LayerState
-from blend.types import CacheIdentity, ChunkCache, Stopwatch
+from blend.stopwatch import Stopwatch
+from blend.types import CacheIdentity, ChunkCache
 from blend_kernels import Backend, ChunkShape, LayerShape, Packing
 
 TIMED_ROWS = 64

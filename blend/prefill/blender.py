@@ -14,22 +14,22 @@ from blend.chunks.encode import ChunkEncoder
 from blend.chunks.fit import fit_corrections
 from blend.config import BlendConfig
 from blend.errors import EntryDamagedError, PromptError
+from blend.layout import PromptLayout, Tokens
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
-from blend.prefill.inputs import NOTHING_MOVED, BlenderParts, DecoderT_co, MostRows, MovedRows, NewCache, PromptInputs
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, Attempt, Prefill
-from blend.quality import Estimate
-from blend.store.base import ChunkStore
-from blend.types import (
-    CacheKey,
-    CacheKind,
-    ChunkCache,
-    Progress,
-    PromptLayout,
-    Selection,
-    Stopwatch,
-    Tokens,
-    no_progress,
+from blend.prefill.resources import (
+    NOTHING_MOVED,
+    BlenderParts,
+    DecoderT_co,
+    MostRows,
+    MovedRows,
+    NewCache,
+    PromptInputs,
 )
+from blend.quality import Estimate
+from blend.stopwatch import Progress, Stopwatch, no_progress
+from blend.store.base import ChunkStore
+from blend.types import CacheKey, CacheKind, ChunkCache, Selection
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache
@@ -58,7 +58,7 @@ class Blend(Generic[DecoderT_co]):
         bytes_loaded: bytes of stored KV that were used.
         uncorrected: whether stored rows were used as they are, because there is no KV correction.
         quality: the expected KL to full recompute, if a quality was asked for and the store has an estimator.
-        stages: seconds per stage (`blend.types.STAGES`).
+        stages: seconds per stage (`blend.stopwatch.STAGES`).
         ttft_s: seconds from the call to the first token's id on the host.
 
     """

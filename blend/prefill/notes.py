@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from blend.layout import LEAD_SHARE
 from blend.quality import Judge, Quality, Target
-from blend.types import LEAD_SHARE
 
 if TYPE_CHECKING:
-    from blend.prefill.prefill import Attempt
+    from blend.config import BlendConfig
 
 _UNFIT = "the KV correction does not fit this prompt: left out, and {:.0%} of the rows recomputed instead"
 _NO_ESTIMATES = (
@@ -22,26 +22,27 @@ _UNCORRECTED = "there is no KV correction for these caches yet: {:.0%} of the ro
 
 
 def notes_of(
-    attempt: Attempt, judge: Judge | None, ratio: float, *, raised: bool, recurrent: bool, blends: bool
+    config: BlendConfig, judge: Judge | None, ratio: float, *, unfit: bool, raised: bool, recurrent: bool, blends: bool
 ) -> Iterator[str]:
     """One line for each thing that is done differently than configured.
 
     Args:
-        attempt: how the prompt is tried.
+        config: how rows are chosen.
         judge: what the prompt is held to, if it is.
         ratio: the share of rows that is recomputed.
+        unfit: whether the KV correction does not fit the prompt.
         raised: whether the ratio was raised for want of a KV correction.
         recurrent: whether the model has recurrent layers.
         blends: whether stored chunks are used.
     """
-    if attempt.instead_of is not None:
+    if unfit:
         yield _UNFIT.format(ratio)
     if raised:
         yield _UNCORRECTED.format(ratio)
     if blends and judge is None:
         if recurrent and ratio < LEAD_SHARE:
             yield _LEADS.format(LEAD_SHARE)
-        if Quality.of(attempt.config).asked:
+        if Quality.of(config).asked:
             yield _NO_ESTIMATES.format(ratio)
     if isinstance(judge, Target) and not judge.limit:
         yield _UNREACHABLE.format(judge.estimator.prompts)

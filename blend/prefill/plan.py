@@ -10,9 +10,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from blend.prefill.inputs import MovedRows
+from blend.layout import PlaceOrigin, PromptLayout
+from blend.prefill.resources import MovedRows
 from blend.select import All, Nothing, Selector
-from blend.types import PlaceOrigin, PromptLayout
 
 Rows: TypeAlias = NDArray[np.int64]
 SEAM = 32  # first moved rows behind an edit, which are always computed; measured in docs/study.md

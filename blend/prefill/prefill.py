@@ -22,11 +22,11 @@ from blend.chunks.opened import OpenChunks, open_chunks
 from blend.config import BlendConfig
 from blend.model.cache import Run
 from blend.model.passes import Narrowing, Resume, RowRequest
-from blend.prefill.check import CorrectionCheck
-from blend.prefill.inputs import BlenderParts, PromptInputs
+from blend.prefill.correction_check import CorrectionCheck
 from blend.prefill.notes import notes_of
 from blend.prefill.plan import make_plan
 from blend.prefill.question import QueryAttention
+from blend.prefill.resources import BlenderParts, PromptInputs
 from blend.quality import RATIOS, Estimate, Judge, Quality, signals_of
 from blend.select import All, Evidence, Needs, Nothing, Step, make_selector, require_whole_chunks
 from blend.select.base import KV, needs_of, scoring_layers
@@ -183,9 +183,10 @@ class Prefill:
         least_ratio = self._blender.uncorrected_ratio if self.uncorrected else 0.0
         ratio = max(configured_ratio, least_ratio)
         notes = notes_of(
-            self.attempt,
+            self.attempt.config,
             self.judge,
             ratio,
+            unfit=self.attempt.instead_of is not None,
             raised=ratio > configured_ratio,
             recurrent=bool(self._decoder.recurrent),
             blends=adds and any(self.opened.hits),

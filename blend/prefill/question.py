@@ -18,10 +18,10 @@ from blend.select import QueryScore
 from blend.select.base import scoring_layers
 
 if TYPE_CHECKING:
+    from blend.layout import PromptLayout
     from blend.model.cache import BlendedCache
     from blend.model.row_decoder import RowDecoder
     from blend.prefill.plan import Rows
-    from blend.types import PromptLayout
 
 
 class QueryAttention:

@@ -13,12 +13,13 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from blend.errors import ConfigError
-from blend.limits import LAYERS_IN_WORDS, NUMBERS, check_fields, check_number, numbered_layers, shown
+from blend.ranges import LAYERS_IN_WORDS, NUMBERS, check_fields, check_number, numbered_layers
+from blend.text import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from blend.types import PromptLayout
+    from blend.layout import PromptLayout
 
 
 @dataclass(frozen=True)

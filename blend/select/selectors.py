@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from blend.errors import ConfigError
-from blend.limits import check_fields, shown
+from blend.ranges import check_fields
 from blend.select.base import (
     KV,
     Evidence,
@@ -26,6 +26,7 @@ from blend.select.base import (
     parsed,
     top_candidates,
 )
+from blend.text import shown
 
 if TYPE_CHECKING:
     from torch import Tensor

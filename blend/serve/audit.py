@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from blend.compare import likely_kl
 from blend.errors import PromptError
+from blend.layout import common_length
 from blend.serve.events import (
     Audit,
     Check,
@@ -31,7 +32,6 @@ from blend.serve.events import (
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.request import ToolCall
 from blend.serve.turns import TurnQueue
-from blend.types import common_length
 
 AUDITED_TOKENS = 32  # of an answer
 ALTERNATIVES = 20  # likely tokens by which distributions are compared

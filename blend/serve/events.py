@@ -15,7 +15,7 @@ from blend.serve.request import Method, ToolCall
 
 if TYPE_CHECKING:
     from blend.intervals import Judged
-    from blend.types import Span
+    from blend.layout import Span
 
 # Reasons that are no loss: the KV is in memory, exact or as this conversation blended it.
 IN_MEMORY = "in memory already"

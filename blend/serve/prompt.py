@@ -6,17 +6,17 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from blend.layout import LEAD_SHARE, Place
 from blend.serve.reasons import ComputedPart, Word
 from blend.serve.request import Request
-from blend.types import LEAD_SHARE, Place
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.config import BlendConfig
+    from blend.layout import PromptLayout, Span, Tokens
     from blend.sampling import Sampling
     from blend.serve.forms.grammar import Grammar
     from blend.serve.forms.thoughts import Thinking
-    from blend.types import PromptLayout, Span, Tokens
 
 ASKED_FOR = "asked for"
 SourceKind = Literal["document", "retrieved", "pasted", "learned"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from blend.types import Span
+    from blend.layout import Span
 
 Word = Literal["new", "edited", "too short", "evicted", "another model", "refused"]
 NEW: Word = "new"

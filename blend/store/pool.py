@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from blend.types import ChunkKey, Tokens
+    from blend.layout import Tokens
+    from blend.types import ChunkKey
 
 
 class MemoryStats(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blend.errors import WeightsError
 from blend.files import cache_root
-from blend.types import Progress, no_progress
+from blend.stopwatch import Progress, no_progress
 from blend.weights.catalog import CATALOG, CatalogModel, answers_for, is_cached
 from blend.weights.fetch import fetch, is_ready
 

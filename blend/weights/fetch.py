@@ -26,7 +26,7 @@ from typing import Any
 
 from blend.errors import WeightsError, first_line
 from blend.files import sweep, write_atomically
-from blend.types import Progress
+from blend.stopwatch import Progress
 from blend.weights.catalog import CatalogModel
 from blend_retrieval.hub import LOADING
 

@@ -17,7 +17,7 @@ from blend.eval.metrics import word_f1
 from blend.eval.report import Measurement
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blender
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
 from blend.store import open_store
 from blend.weights import resolve_model
 from study.selectors import OverCaches, studied_selector

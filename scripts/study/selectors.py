@@ -12,6 +12,7 @@ from torch import Tensor
 
 from blend.config import BlendConfig
 from blend.errors import ConfigError
+from blend.layout import PromptLayout
 from blend.model.attention import AttentionCall
 from blend.model.cache import BlendedCache, Run
 from blend.prefill.blender import Blender
@@ -19,7 +20,6 @@ from blend.prefill.question import QueryAttention
 from blend.select import Evidence, Mixed, Needs, QueryGuided, QueryScore, ScoringSelector, Selector, Step, make_selector
 from blend.select.base import scoring_layers
 from blend.select.selectors import seen_deviation
-from blend.types import PromptLayout
 
 STORED = BlendConfig(selector="none")  # the caches as the default selector reads them, no context row recomputed
 

@@ -17,7 +17,7 @@ from blend.analyze.document import Analyzed, analysis_document, page_text, promp
 from blend.analyze.numbers import summarize
 from blend.config import BlendConfig
 from blend.eval.report import RunInfo
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 ASSETS = {file.name: file.read_text(encoding="utf-8") for file in files("blend.analyze").joinpath("assets").iterdir()}
 SCRIPTS = "\n".join(text for name, text in ASSETS.items() if name.endswith(".js"))

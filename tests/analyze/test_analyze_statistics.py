@@ -19,7 +19,7 @@ from blend.analyze.numbers import (
 )
 from blend.analyze.study import token_texts
 from blend.analyze.words import KINDS, word_kinds
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 
 def test_top_shares():

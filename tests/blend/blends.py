@@ -14,13 +14,13 @@ from models import decoder
 from transformers.cache_utils import Cache, DynamicLayer
 
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.model.passes import RowRequest, run_steps
 from blend.prefill.blender import Blend, Blender
 from blend.store import Codec, open_store
-from blend.types import PromptLayout
 
 
 class Passage(NamedTuple):

@@ -22,8 +22,8 @@ import blend_kernels.attention
 import blend_kernels.mass
 import blend_kernels.placing
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.prefill.blender import Blender
-from blend.types import PromptLayout
 from tests.blend.test_host_path import corrected, prompt
 from tests.places import REPOSITORY
 

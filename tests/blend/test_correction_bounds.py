@@ -12,12 +12,12 @@ from models import decoder
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.prefill import blender as blender_module
 from blend.prefill.blender import Blend, Blender
-from blend.prefill.check import CorrectionCheck
+from blend.prefill.correction_check import CorrectionCheck
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
-from blend.types import PromptLayout
 
 PREFIX, SUFFIX = (5, 6, 7, 8, 9), (11, 12, 13)
 GUIDED = BlendConfig(selector="query_guided", ratio=0.15)

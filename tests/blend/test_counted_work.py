@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from blend.config import BlendConfig
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend
-from blend.types import STAGES, Stopwatch
+from blend.stopwatch import STAGES, Stopwatch
 
 LAYOUT = make_layout()
 # The first chunk stands where it was computed, right behind the prefix: its stored KV is exact, none of its rows is run.

@@ -16,10 +16,10 @@ from towns import documents, write_documents
 
 from blend.analyze.study import analyze_prompt
 from blend.config import BlendConfig, CorpusConfig
+from blend.layout import Place
 from blend.rag import Rag
 from blend.serve.prompts.chat_template import ChatTemplate, question_turns
 from blend.serve.request import Message
-from blend.types import Place
 
 MONDAY, TUESDAY = datetime(2026, 11, 23), datetime(2026, 11, 24)
 Clock = Callable[[datetime], None]

@@ -10,12 +10,12 @@ import torch
 import transformers
 from models import CORE, build, tokenizer
 
+from blend.layout import PromptLayout
 from blend.model import decoder, fingerprint
 from blend.model.decoder import Decoder
 from blend.model.fingerprint import DIGESTS, checkpoint_digest, parameters_digest
 from blend.prefill.blender import Blender
 from blend.store import open_store
-from blend.types import PromptLayout
 from tests.store.reading import flip
 
 LAYOUT = PromptLayout.of_chunks((1, 3), ((10, 11, 12), (13, 14)), (7, 8))

@@ -17,8 +17,8 @@ from models import decoder
 from places import REPOSITORY
 
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.prefill.blender import Blender
-from blend.types import PromptLayout
 
 CONFIGS = {
     "reuse": BlendConfig("none"),

@@ -11,9 +11,9 @@ from models import CORE, IN_BOTH_DTYPES, decoder
 
 from blend.chunks.assemble import assemble
 from blend.chunks.opened import open_chunks
+from blend.layout import PromptLayout
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
-from blend.types import PromptLayout
 
 
 def _before(blender: Blender, layout: PromptLayout) -> list[LayerKV]:

@@ -12,9 +12,9 @@ from dense_reference import assert_close, dense_prefill
 from models import WINDOW, decoder, eager_model
 
 from blend.errors import ConfigError, PromptError
+from blend.layout import Place, PromptLayout
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
-from blend.types import Place, PromptLayout
 
 
 class Prompt(NamedTuple):

@@ -16,9 +16,10 @@ from blend.chunks.opened import OpenChunks, caches_of, open_chunks
 from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import BlendConfig
 from blend.errors import PromptError
+from blend.layout import PromptLayout
 from blend.prefill.blender import Blender
 from blend.store import codec_names, open_store
-from blend.types import CacheKey, CacheKind, ChunkCache, PromptLayout
+from blend.types import CacheKey, CacheKind, ChunkCache
 from tests.store.reading import path_of
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3")

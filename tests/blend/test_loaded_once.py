@@ -9,9 +9,9 @@ import pytest
 from blends import empty_blender
 from cases import make_layout
 
-from blend.prefill.inputs import MOST_PREFIXES
+from blend.layout import PromptLayout
+from blend.prefill.resources import MOST_PREFIXES
 from blend.rag import loaded_once
-from blend.types import PromptLayout
 from tests.store.reading import in_threads
 
 

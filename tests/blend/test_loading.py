@@ -14,9 +14,9 @@ from test_correction_bounds import GUIDED, with_map_scaled
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.errors import StoreError
+from blend.layout import PromptLayout
 from blend.model.cache import BlendedLayer
 from blend.prefill.blender import Blender
-from blend.types import PromptLayout
 from tests.store.reading import damage_caches, flip, open_descriptors, path_of, watched
 
 LAYOUT = make_layout()

@@ -6,8 +6,8 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder, full_prefill
-from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
 
 PROMPT = PromptLayout.of_chunks((1, 2), (), (3, 4))

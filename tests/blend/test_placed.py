@@ -12,11 +12,12 @@ from layouts import marked
 from models import CORE, decoder, eager_model
 
 from blend.config import BlendConfig
+from blend.layout import Place, PlaceOrigin, PromptLayout
 from blend.prefill.blender import Blend, Blender
-from blend.prefill.inputs import MovedRows
 from blend.prefill.plan import MOVED_RATIO, SEAM
+from blend.prefill.resources import MovedRows
 from blend.select.base import Evidence, Selector
-from blend.types import ChunkCache, Place, PlaceOrigin, PromptLayout
+from blend.types import ChunkCache
 
 FAMILIES = ("llama", "gemma3", "deepseek-v3", "gpt-oss")
 BASE = make_layout()

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from blend.config import PromptConfig
 from blend.errors import ConfigError, PromptError
-from blend.prompt import PromptTemplate, apply_chat_template, render_chunk
+from blend.prompt_template import PromptTemplate, apply_chat_template, render_chunk
 from tests.tiny_model import byte_level
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -13,8 +13,8 @@ from models import CORE, decoder
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio, measure
 from blend.intervals import LEAST_SAMPLE, upper_share
+from blend.layout import PromptLayout
 from blend.quality import RATIOS, Estimator, Quality, Signals, Target, questions_of, signals_of
-from blend.types import PromptLayout
 
 ASKED = BlendConfig(quality=0.05)
 

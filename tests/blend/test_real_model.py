@@ -6,12 +6,12 @@ from cases import cache_chunks, cache_of, recorded
 from dense_reference import assert_dense, dense_prefill
 
 from blend.config import BlendConfig, PromptConfig
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
 from blend.store import ChunkStore, open_store
-from blend.types import PromptLayout
 
 pytestmark = pytest.mark.real
 

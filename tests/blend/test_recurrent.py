@@ -14,10 +14,10 @@ from dense_reference import assert_close
 from layouts import marked
 from models import HYBRIDS, decoder
 
-from blend.checked import keep_result
 from blend.chunks.encode import ChunkEncoder
 from blend.config import BlendConfig
 from blend.errors import ConfigError
+from blend.layout import LEAST_LEAD, PromptLayout, lead_of
 from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.passes import RowRequest, run_steps
@@ -25,7 +25,8 @@ from blend.model.recurrent import Decay, Transform
 from blend.prefill.blender import Blend
 from blend.select import SELECTORS
 from blend.store.admin import verify_entry
-from blend.types import LEAST_LEAD, ChunkCache, PromptLayout, lead_of
+from blend.types import ChunkCache
+from blend.verified import keep_result
 from tests.store.reading import flip, path_of
 
 LENGTHS = (24, 15, 1, 30)

@@ -8,7 +8,7 @@ from corrections import gained
 from blend.chunks import regression
 from blend.chunks.correction import ROW_FEATURES, Bounds, LayerCorrection, position_features, row_features
 from blend.chunks.regression import LayerRows, fit_layer
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 
 def rows_seen(stored: torch.Tensor, gain: torch.Tensor, features: torch.Tensor, covered: float = 1.0) -> LayerRows:

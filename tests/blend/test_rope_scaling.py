@@ -9,11 +9,11 @@ from cases import SELECTORS, make_layout, recorded
 from models import FAMILIES, HEAD_DIM, build, tokenizer
 
 from blend.errors import ContextLengthError
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.store import open_store
-from blend.types import PromptLayout
 
 THETA = {"rope_theta": 10_000.0}
 HALF = HEAD_DIM // 2

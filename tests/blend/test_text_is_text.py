@@ -13,7 +13,7 @@ from tokenizers.models import BPE, Unigram, WordLevel
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from blend.config import PromptConfig
-from blend.prompt import PromptTemplate, TextTokenizer, render_chunk
+from blend.prompt_template import PromptTemplate, TextTokenizer, render_chunk
 from blend.weights import resolve_model
 from blend_retrieval import Document, chunk_documents
 from tests.tiny_model import byte_level

@@ -3,7 +3,7 @@
 import pytest
 from blend_process import ANSWER, SHORT_CONTEXT, entries
 
-from blend.limits import visible
+from blend.text import visible
 from tests.store.reading import damage_caches
 
 QUESTION = "When did the glacier open?"

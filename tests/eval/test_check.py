@@ -12,17 +12,17 @@ from cases import cache_chunks, make_layout
 from click.testing import CliRunner, Result
 from models import FAMILIES, decoder
 
-from blend.checked import checked_states, first_warning, may_blend
 from blend.cli.verify import command
 from blend.config import BlendConfig
 from blend.errors import QualityError, UndecidedError
 from blend.eval import check
-from blend.eval.check import RATIOS, RECURRENT_WAYS, ModelCheck, Verdict, Way, check_model, remember
 from blend.eval.report import Measurement, summarise
+from blend.eval.verify import RATIOS, RECURRENT_WAYS, ModelCheck, Verdict, Way, check_model, remember
 from blend.files import read_values
 from blend.prefill.blender import Blender
 from blend.rag import Rag
 from blend.store import open_store
+from blend.verified import checked_states, first_warning, may_blend
 from tests.tiny_model import BAMBA, save_tiny_model
 
 TEXT = "the harbour has nine gates and the market has two bells " * 50

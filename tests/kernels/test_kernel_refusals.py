@@ -104,6 +104,20 @@ def test_decode_attention(changed, message):
         decode_attention(**{"q": Q[:, :, :1], "k": K, "v": V, **changed})
 
 
+def test_what_is_barely_right():
+    """One number less would be refused."""
+    positions = Positions(ROWS)
+    selective_attention(Q, K, V, positions, window=1, softcap=0.5, scale=0.01)
+    selective_attention(Q, K, V, Positions(torch.tensor([0, 0, 8, 8, 8])))
+    narrow = torch.randn(1, 2, 9, 6)[..., ::3]
+    with refused("last dimension of v must be contiguous"):
+        selective_attention(Q, K, narrow, positions)
+    selective_attention(Q, K, narrow[..., :1], positions)  # one number has any stride
+    one_key = torch.randn(1, 2, 1, 32)[..., ::2]
+    with refused("last dimension of k must be contiguous"):
+        decode_attention(Q[:, :, :1], one_key, one_key)
+
+
 def test_what_triton_cannot_compute(monkeypatch):
     positions = Positions(ROWS)
     with refused("no float64"):
@@ -289,6 +303,15 @@ def test_placing(changed, message):
     arguments = {"layer": 0, "keys": KEYS, "values": KEYS.clone(), "key_turn": TURN, "value_turn": None, **changed}
     with refused(message):
         place_layer(small_table(), **arguments)
+
+
+def test_caches_of_no_width_may_have_any_shape():
+    chunk, _ = make_chunk(ChunkShape((LayerShape(2, 8, 0, 0),), BF16), 9)
+    zero = np.zeros(1, np.int64)
+    table = PlacingTable([chunk], zero, zero, zero + 9, zero, zero > 0, torch.device("cpu"))
+    keys = torch.zeros(1, 2, 9, 8, dtype=BF16)
+    place_layer(table, 0, keys, torch.empty(0), None, None)
+    assert torch.equal(keys[0], chunk.keys[0])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,21 @@ def test_long_runs_become_squares_only_when_asked():
     last = [3, 9, *range(20, 400), 900]
     assert [(b.start, b.stop) for b in row_blocks(last, 100, True) if b.square] == [(2, 382)]
     assert not any(block.square for block in row_blocks(last, 100, False))
+    short_runs = [*range(0, 600, 2), *range(700, 900), *range(1000, 1255)]
+    assert not any(block.square for block in row_blocks(short_runs, 100, True))
+    assert [b.square for b in row_blocks([*range(256)], 100, True)] == [True]
+
+
+def test_a_block_has_at_most_256_rows():
+    blocks = row_blocks([7] * 600, 100, False)
+    assert [(block.start, block.stop) for block in blocks] == [(0, 256), (256, 512), (512, 600)]
+
+
+def test_a_block_ends_where_waste_exceeds_what_a_block_costs():
+    assert [b.stop for b in row_blocks([0, 10, 20, 30], 10, False)] == [2, 4]
+    assert [b.stop for b in row_blocks([0, 10, 20, 30], 30, False)] == [3, 4]
+    # a share of 1,000 visible pairs a row may be wasted, however little another block costs
+    assert [b.stop for b in row_blocks([1000, 1040, 1080, 1120], 1, False)] == [3, 4]
 
 
 @given(ends, st.none() | st.integers(1, 300))

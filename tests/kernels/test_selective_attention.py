@@ -100,6 +100,13 @@ def test_runs_are_bit_equal_and_inputs_untouched(backend, device):
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
+def test_the_last_of_positions():
+    positions = Positions(torch.tensor([3, 5, 8]))
+    assert positions.last(3) is positions
+    assert positions.last(2).ends == [5, 8]
+    assert positions.last(2) is positions.last(2)
+
+
 def test_no_rows(backend, device):
     q, k, v = make(device)
     empty = torch.empty(0, dtype=torch.int64, device=device)

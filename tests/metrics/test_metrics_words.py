@@ -1,6 +1,8 @@
+import sys
+
 import pytest
 
-from blend.eval.metrics import names_one, word_f1
+from blend.eval.metrics import exact_match, has_rouge, names_one, rouge_l, wants_rouge, word_f1
 
 SUPER_BOWL_VENUE = [
     "Santa Clara, California",
@@ -42,6 +44,57 @@ def test_f1(prediction, answers, f1):
 def test_scores_without_gold_answers_are_undefined():
     assert word_f1("x", []) is None
     assert names_one("x", ()) is None
+    assert exact_match("x", ()) is None
+    assert rouge_l("x", ()) is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "match"),
+    [
+        ("The  Panthers!", ["Carolina", "panthers"], 1),
+        ("the Carolina Panthers", ["Carolina", "Panthers"], 0),
+        ("", ["the"], 1),
+        ("1,000", ["1000"], 1),
+    ],
+)
+def test_exact_match(prediction, answers, match):
+    assert exact_match(prediction, answers) == match
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "score"),
+    [
+        # By hand: the longest common subsequence over the words of both, as F-measure.
+        ("the cat sat on the mat", ["the cat was on the mat"], 5 / 6),
+        ("a b c d", ["a x b y"], 2 * (2 / 4) * (2 / 4) / (2 / 4 + 2 / 4)),
+        ("one two", ["one two three four"], 2 * 1 * 0.5 / 1.5),
+        ("x", ["y", "x z"], 2 / 3),
+        # The example of Lin 2004; stems make the first one equal.
+        ("police kill the gunman", ["police killed the gunman"], 1),
+        ("the gunman kill police", ["police killed the gunman"], 0.5),
+        ("", ["anything"], 0),
+        # Words of other scripts count; the package's own tokenizer drops them.
+        ("Der Hafen hat neun Türme", ["Der Hafen hat zehn Türme"], 4 / 5),
+        ("порт открыт", ["порт закрыт"], 1 / 2),
+    ],
+)
+def test_rouge_l(prediction, answers, score):
+    assert rouge_l(prediction, answers) == pytest.approx(score)
+
+
+def test_rouge_measures_long_answers_and_summaries():
+    long = " ".join(["word"] * 12)
+    assert wants_rouge([long, long], "qa")
+    assert not wants_rouge([long, "word " * 11], "qa")
+    assert wants_rouge(["short"], "Summarization")
+    assert not wants_rouge((), "summary")
+
+
+def test_rouge_names_its_package(monkeypatch):
+    assert has_rouge()
+    for module in ("rouge_score", "rouge_score.rouge_scorer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert not has_rouge()
 
 
 @pytest.mark.parametrize(

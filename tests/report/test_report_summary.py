@@ -152,10 +152,10 @@ def all_cells(text, method):
 def test_the_text_shows_the_numbers_their_intervals_and_what_they_were_made_with(report):
     blend, text = report.method("blend"), report_text(report)
     overview, gold, *_ = all_cells(text, "blend")
-    assert overview == ["blend", f"{blend.ttft_s:.3g} s", "5.00x", "17.0%", "0.400", "0.960"]
+    assert overview == ["blend", f"{blend.ttft_s:#.3g} s", "5.00x", "17.0%", "0.400", "0.960"]
     assert gold == ["blend", f"{blend.mean('f1'):.3f}", "-0.050"]
     assert "F1 minus full's" in text
-    assert cells(text, "full")[1:3] == [f"{report.method('full').ttft_s:.3g} s", "1.00x"]
+    assert cells(text, "full")[1:3] == [f"{report.method('full').ttft_s:#.3g} s", "1.00x"]
     difference = report.method("reuse").f1_difference
     assert f"[{difference.low:+.3f}, {difference.high:+.3f}]" in text
     assert "tiny-model · made-up questions · 12 records, with 95% intervals" in text.splitlines()[0]
@@ -195,7 +195,7 @@ def test_stages_and_the_floor_are_medians():
     assert blend.stages == {"load": 0.2, "first_token": 0.3}
     assert blend.floor_ratio == 4.0  # of 2, 4 and 6
     text = report_text(report)
-    assert all_cells(text, "blend")[1] == ["blend", "200 ms", "300 ms", "2 s"]
+    assert all_cells(text, "blend")[1] == ["blend", "200 ms", "300 ms", "2.00 s"]
     assert re.search(r"load +first token +TTFT", text)
     methods = report_document(report)["methods"]
     assert (methods["blend"]["stages"], methods["blend"]["floor_ratio"]) == (blend.stages, 4.0)

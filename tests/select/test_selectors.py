@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import make_layout
 
+from blend.layout import PromptLayout
 from blend.select import SELECTORS
 from blend.select.base import Evidence
-from blend.types import PromptLayout
 
 LAYOUT = make_layout(prefix=5, chunks=(6, 1, 9, 4), suffix=3)
 CANDIDATES = torch.arange(*LAYOUT.context)

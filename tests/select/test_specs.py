@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from blend import BlendConfig
 from blend.errors import ConfigError
-from blend.limits import NUMBERS
+from blend.ranges import NUMBERS
 from blend.select import SELECTORS, FirstK, Gradual, HighDeviation, QueryGuided, Random, Selector, make_selector
 from blend.select.base import MEANINGS, allowed, parameters
 

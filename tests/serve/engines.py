@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import make_layout
 
+from blend.layout import PromptLayout
 from blend.model.generate import generate
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
@@ -20,7 +21,6 @@ from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.engine.sequence import Sequence as EngineSequence
 from blend.serve.events import EndReason, Event, Failed, Figures, Finished, Output, Started, Token
 from blend.serve.prompt import Prompt, Source
-from blend.types import PromptLayout
 
 MakeEngine = Callable[..., EmbeddedEngine]
 FEW = Sampling(max_tokens=6)

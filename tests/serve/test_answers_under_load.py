@@ -11,10 +11,10 @@ from models import VOCABULARY, decoder
 
 from blend.chunks.correction import Bounds
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.prefill.blender import Blender
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.store import open_store
-from blend.types import PromptLayout
 
 PREFIX = (5, 6, 7, 8, 9)
 PROMPTS = 90

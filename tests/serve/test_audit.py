@@ -16,6 +16,7 @@ from rooms import QUESTION, ask, put, serving
 from served import Served
 
 from blend.compare import likely_kl
+from blend.layout import PromptLayout
 from blend.model.decoder import full_prefill
 from blend.quality import RATIOS, Estimator, Signals
 from blend.sampling import Sampling
@@ -26,7 +27,6 @@ from blend.serve.promises import Promises, promise_of
 from blend.serve.prompt import Prompt
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
-from blend.types import PromptLayout
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 

@@ -14,9 +14,9 @@ from tool_templates import TEMPLATES
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from blend.errors import PromptError
+from blend.layout import Place
 from blend.serve.prompts.chat_template import ChatTemplate, question_turns
 from blend.serve.request import Message, ToolCall
-from blend.types import Place
 from tests.tiny_model import byte_level
 
 WORDS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<g>": 3, "hello": 4, "world": 5}

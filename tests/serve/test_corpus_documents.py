@@ -31,7 +31,7 @@ from served import logged
 from blend import Rag
 from blend.chunks.library import ChunkLibrary
 from blend.errors import PromptError, StoreError
-from blend.prompt import render_chunk
+from blend.prompt_template import render_chunk
 from blend.serve.documents.documents import Documents
 from blend.serve.documents.uploads import DocumentStatus, UploadedFile
 from blend.serve.events import EngineFailedError

@@ -12,7 +12,7 @@ from models import decoder
 
 from blend.config import BlendConfig
 from blend.prefill.blender import Blender
-from blend.prefill.check import CorrectionCheck
+from blend.prefill.correction_check import CorrectionCheck
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.store import open_store
 from blend.store.admin import verify_entry

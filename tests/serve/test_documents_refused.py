@@ -12,7 +12,7 @@ from changing import LAST_S, Make, add, delete, ids, left, page, states, status_
 
 from blend import Rag
 from blend.errors import ConfigError, StoreError
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
 from blend.serve.documents.caches import CorpusUpdater
 from blend.serve.documents.documents import Documents
 from blend.serve.documents.uploads import DocumentLimits, UploadedFile, UploadsFullError, safe_id

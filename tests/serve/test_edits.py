@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from blend.layout import Place, PlaceOrigin, PromptLayout
 from blend.serve.engine.edits import (
     BOUND,
     DEPENDENT,
@@ -17,7 +18,6 @@ from blend.serve.engine.edits import (
     shown,
     with_changes,
 )
-from blend.types import Place, PlaceOrigin, PromptLayout
 
 TEXT = "".join(f"Line {chr(97 + number)} says that nothing else is known.\n" for number in range(26))
 

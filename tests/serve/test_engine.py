@@ -14,12 +14,12 @@ from changing import until
 from engines import FEW, LONG, Held, MakeEngine, alone, ask, layouts, passes_of
 from models import decoder
 
+from blend.layout import PromptLayout
 from blend.model import cpu
 from blend.sampling import Sampling
 from blend.serve.engine import scheduler
 from blend.serve.engine.scheduler import WaitingQueue
 from blend.serve.events import Finished, QueueFullError
-from blend.types import PromptLayout
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3n", "gemma4"])

@@ -12,12 +12,12 @@ from engines import FEW, LONG, Answer, MakeEngine, alone, ask, layouts
 from served import Served, refusal
 
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.model.passes import RowRequest
 from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import EngineFailedError, Event, Failed, Finished
 from blend.serve.prompt import Prompt
-from blend.types import PromptLayout
 from tests.store.reading import damage_caches
 
 

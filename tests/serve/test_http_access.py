@@ -14,13 +14,13 @@ from changing import until
 from served import CHAT, Served, listening, logged, refusal
 
 from blend.errors import ConfigError
-from blend.limits import origin_of
 from blend.serve.events import EngineStats
 from blend.serve.failures import LOG
 from blend.serve.http.keys import ApiKeys, read_keys
 from blend.serve.metrics import Metrics, StoreFigures
 from blend.store import MemoryStats
 from blend.store.backend import TierHits
+from blend.text import origin_of
 
 SECRET = [{"role": "user", "content": "a secret of mine"}]
 

@@ -16,7 +16,7 @@ from changing import WordCounts, until
 from rooms import QUESTION, serving
 from served import Served, listening, refusal
 
-from blend.prompt import render_chunk
+from blend.prompt_template import render_chunk
 from blend.serve.turns import Turns
 from blend_retrieval import Chunk
 

@@ -24,7 +24,7 @@ from changing import until
 from places import PYTHONPATH
 from served import CHAT, USER, Served, refusal
 
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
 from blend.serve.http.connections import most_connections, raise_descriptor_limit
 from blend.serve.http.keys import ApiKeys
 from blend.serve.http.request_log import OncePerMinute

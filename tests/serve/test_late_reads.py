@@ -16,12 +16,12 @@ from engines import Answer, Held, MakeEngine, ask, layouts, passes_of
 from host_reads import refused_reads
 from models import decoder
 
+from blend.layout import PromptLayout
 from blend.sampling import Sampling
 from blend.serve.engine.decoding import HostCopy
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import EndReason, Finished, Started
 from blend.serve.prompt import Prompt
-from blend.types import PromptLayout
 
 GREEDY = Sampling(max_tokens=9)
 DRAWN = Sampling(max_tokens=9, temperature=1.2, seed=3, ignore_eos=True)

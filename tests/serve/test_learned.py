@@ -18,13 +18,14 @@ from models import decoder
 
 from blend.config import BlendConfig
 from blend.errors import StoreError
+from blend.layout import Tokens
 from blend.prefill.blender import Blender
 from blend.serve.prompts.learned import Forgotten, LearnedCaches, Wish
 from blend.serve.removed import KEEP_S, RemovedKeys, removed_from
 from blend.store import open_store
 from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
-from blend.types import CacheKey, CacheKind, ChunkKey, Tokens
+from blend.types import CacheKey, CacheKind, ChunkKey
 from tests.store.reading import in_threads
 
 PREFIX = make_layout().prefix

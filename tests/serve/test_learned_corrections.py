@@ -11,10 +11,11 @@ from changing import until, words
 from rooms import ask, serving, settled
 
 from blend.config import BlendConfig
+from blend.layout import PlaceOrigin, PromptLayout
 from blend.rag import Rag
 from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
-from blend.types import CacheKind, PlaceOrigin, PromptLayout
+from blend.types import CacheKind
 
 
 @pytest.fixture

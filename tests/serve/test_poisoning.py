@@ -23,9 +23,10 @@ from blend.chunks.surrogate import with_given_surrogate
 from blend.compare import Reference
 from blend.config import BlendConfig
 from blend.errors import WeightsError
+from blend.layout import Place, PlaceOrigin, PromptLayout
 from blend.model.decoder import Decoder, full_prefill
 from blend.prefill.blender import Blender
-from blend.prompt import render_chunk
+from blend.prompt_template import render_chunk
 from blend.rag import Rag
 from blend.sampling import Sampling
 from blend.serve.engine.background import MOST_MISSING, EncodingQueue
@@ -33,7 +34,6 @@ from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.request import Message, Request
 from blend.serve.service import Service
 from blend.store import open_store
-from blend.types import Place, PlaceOrigin, PromptLayout
 from blend.weights import resolve_model
 
 SHORT = Sampling(max_tokens=2)

@@ -15,6 +15,7 @@ from models import eager_model
 
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
+from blend.layout import PromptLayout
 from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.quality import NOTHING_ASKED, Quality
@@ -24,7 +25,7 @@ from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prompt import Prompt
-from blend.types import ChunkCache, PromptLayout
+from blend.types import ChunkCache
 
 ROW = 2 * 4 * 2  # bytes of a row of `cache_of`
 

@@ -12,7 +12,7 @@ from rooms import FEW, QUESTION, ask, make_rag, put, serving
 from served import Served
 
 from blend.config import PromptConfig
-from blend.prompt import render_chunk
+from blend.prompt_template import render_chunk
 from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
 

@@ -14,11 +14,11 @@ from served import Served
 from transformers import WatermarkingConfig
 
 from blend.errors import ConfigError
+from blend.layout import PromptLayout
 from blend.model.generate import logits_processors
 from blend.sampling import Sampling
 from blend.serve.engine.decoding import Sampler
 from blend.serve.prompt import Prompt
-from blend.types import PromptLayout
 
 LONG = Sampling(max_tokens=40, ignore_eos=True)
 DRAWS = 4000

@@ -12,16 +12,16 @@ from models import decoder
 from rooms import QUESTION, make_rag, serving, settled
 from rooms import ask as put_question
 
-from blend.checked import UNCHECKED, keep_result, may_blend
 from blend.config import BlendConfig
 from blend.errors import ConfigError
+from blend.layout import PromptLayout
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.sampling import Sampling
 from blend.serve.engine.savings import reason_against
 from blend.serve.events import ONLY_PARTS
 from blend.store import open_store
-from blend.types import PromptLayout
+from blend.verified import UNCHECKED, keep_result, may_blend
 from tests.tiny_model import BAMBA, save_tiny_model
 from tests.towns import write_documents
 
@@ -31,7 +31,7 @@ KINDS = ("qwen3.5", "bamba", "falcon-h1", "lfm2")
 @pytest.fixture(autouse=True)
 def _verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `blend verify` had passed."""
-    monkeypatch.setattr("blend.prefill.inputs.may_blend", lambda decoder: True)
+    monkeypatch.setattr("blend.prefill.resources.may_blend", lambda decoder: True)
 
 
 OPTIONS = {"ratio": 0.6, "prefix_budget": 1 << 30}
@@ -172,7 +172,7 @@ def test_learned_operators_count_against_the_budget(corpus: tuple[Path, Path], t
 
 
 def test_unverified_is_full_prefill(corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("blend.prefill.inputs.may_blend", may_blend)
+    monkeypatch.setattr("blend.prefill.resources.may_blend", may_blend)
     monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path / "cache"))
     rag = make_rag(*corpus)
     answer = rag.answer(QUESTION, max_new_tokens=4, compare=True)

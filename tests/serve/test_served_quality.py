@@ -21,7 +21,7 @@ ASKED = BlendConfig(quality=0.05)
 @pytest.fixture(autouse=True)
 def _verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if `blend verify` had passed for models with recurrent layers."""
-    monkeypatch.setattr("blend.prefill.inputs.may_blend", lambda decoder: True)
+    monkeypatch.setattr("blend.prefill.resources.may_blend", lambda decoder: True)
 
 
 def estimator() -> Estimator:

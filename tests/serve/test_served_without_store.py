@@ -12,7 +12,7 @@ import pytest
 from rooms import QUESTION, settled
 from served import CHAT, Served, logged
 
-from blend.prompt import render_chunk
+from blend.prompt_template import render_chunk
 from blend.serve.http.keys import ApiKeys
 from tests.towns import TOPICS, document
 

@@ -15,7 +15,7 @@ from rooms import FEW, QUESTION, Answer, ask, put, serving, settled
 from blend.answers import NONE_RETRIEVED
 from blend.errors import ConfigError
 from blend.model.cache import BlendedCache
-from blend.prompt import render_chunk
+from blend.prompt_template import render_chunk
 from blend.sampling import Sampling
 from blend.serve.engine import scheduler
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY, Figures, Started

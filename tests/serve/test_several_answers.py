@@ -17,13 +17,13 @@ from models import decoder
 from served import Served
 
 from blend.errors import PromptError
+from blend.layout import PromptLayout
 from blend.model.passes import RowRequest
 from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import EndReason, EngineFailedError, EngineStats, Event, Failed, Finished, Output, Started
 from blend.serve.http.submission import JoinedPrompts
 from blend.serve.prompt import Prompt
-from blend.types import PromptLayout
 
 SAID = "When did the harbour open?"
 USER: list[Any] = [{"role": "user", "content": SAID}]

@@ -11,6 +11,7 @@ from changing import WordCounts, compute_here, open_corpus, page, until
 from engines import MakeEngine
 
 from blend.chunks.library import ChunkLibrary
+from blend.layout import PromptLayout
 from blend.serve.audit import Auditor
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.events import Figures, Finished, OnEvent, Output, QueueFullError, Started, Token
@@ -21,7 +22,7 @@ from blend.serve.metrics import Metrics
 from blend.serve.prompt import Prompt
 from blend.serve.turns import Slices, Turns
 from blend.store import open_store
-from blend.types import CacheKey, PromptLayout
+from blend.types import CacheKey
 
 HOSTILE, OTHER = "hostile", "other"
 MANY = 5

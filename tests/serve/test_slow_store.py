@@ -13,10 +13,10 @@ from layouts import marked
 from models import LAYERS
 
 from blend.errors import StoreError
+from blend.layout import PromptLayout
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import EndReason, Finished, Output, Started
 from blend.serve.prompt import Prompt
-from blend.types import PromptLayout
 from tests.store.reading import watched
 
 RUNNING, SLOW = layouts(2)

@@ -11,11 +11,12 @@ from reading import damage_caches, flip, in_threads, path_of, watched
 from blend.chunks.opened import caches_of, open_chunks
 from blend.config import BlendConfig
 from blend.errors import StoreError
+from blend.layout import PromptLayout
 from blend.prefill.blender import Blender
 from blend.store import ChunkPool, ChunkReader, ChunkStore, open_store
 from blend.store.admin import verify_entry
 from blend.store.backend import cache_name
-from blend.types import ChunkCache, ChunkKey, PromptLayout
+from blend.types import ChunkCache, ChunkKey
 
 MB = 1 << 20
 TOKEN = 1024  # bytes of a token in the memory of the tiny llama

@@ -11,10 +11,10 @@ from tiny import save_model
 
 from blend.chunks.encode import leave_probe
 from blend.config import BlendConfig
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend, Blender
 from blend.store import open_store
-from blend.types import PromptLayout
 
 SETTINGS: dict[str, Any] = {"ratio": 0.15, "correction": False}
 

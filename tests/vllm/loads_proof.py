@@ -13,7 +13,7 @@ from rows_connector import FAILS
 
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.loads import RowBlender
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 BLOCK = 128  # rows, as vLLM chooses on a CPU
 EDGES = (*(BLOCK + more for more in (-1, 0, 1, 2)), *(2 * BLOCK + more for more in (-1, 0, 1)), 517)

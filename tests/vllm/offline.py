@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from blend.integrations.vllm.contract import LayoutTicket, Signer
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 COUNT = 16
 Asked = tuple[PromptLayout, Any, str | None]

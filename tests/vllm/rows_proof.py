@@ -22,11 +22,12 @@ from blend.eval.estimates import FixedRatio
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.loads import RowBlender, sharing
 from blend.integrations.vllm.scheduler import Load
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend
 from blend.prefill.prefill import NothingStoredError
 from blend.store import open_store
-from blend.types import CacheKind, PromptLayout
+from blend.types import CacheKind
 from tests.layouts import marked
 from tests.store.reading import flip
 

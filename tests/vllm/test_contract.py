@@ -17,8 +17,8 @@ from blend.integrations.vllm.loads import LoadQueue
 from blend.integrations.vllm.prompts import CHAT, PromptForVLLM
 from blend.integrations.vllm.row_model import WorkerGroup
 from blend.integrations.vllm.scheduler import Load, LoadScheduler, Outcome, StepNews
+from blend.layout import PromptLayout
 from blend.prefill.prefill import NothingStoredError
-from blend.types import PromptLayout
 
 SALT = "salt"
 LAYOUTS = {

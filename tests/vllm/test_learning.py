@@ -13,12 +13,12 @@ from blend.config import BlendConfig
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import BOOK, LayoutTicket
 from blend.integrations.vllm.loads import CPU_ROWS, BackgroundEncoder
+from blend.layout import PromptLayout, Tokens
 from blend.model.decoder import Decoder
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
 from blend.serve.prompts.learned import LearnedCaches
 from blend.store import ChunkStore, open_store
-from blend.types import PromptLayout, Tokens
 from tests.tiny_model import save_tiny_model
 
 PREFIX, SUFFIX = (3, 4, 5), (6, 7)

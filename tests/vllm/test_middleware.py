@@ -20,9 +20,9 @@ from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.middleware import KVBlend
 from blend.integrations.vllm.prompts import CHAT, LocalPrompts, template_arguments
+from blend.layout import PlaceOrigin
 from blend.serve.prompts.tenant import StoreWatch
 from blend.store import open_store
-from blend.types import PlaceOrigin
 from tests.tiny_model import save_tiny_model
 
 TEXT = "The harbour has {0} gates and a bell of {0}00 kilograms. Its keeper counts {0}4 visitors a day. "

@@ -10,12 +10,12 @@ from machines import RATIO, SHAPE, TOKENS, Server, about, precompute, serving, u
 from blend.config import BlendConfig
 from blend.integrations.vllm.contract import BOOK, Options
 from blend.integrations.vllm.prompts import LocalPrompts
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.serve.prompts.learned import LearnedTexts
 from blend.store import open_store
-from blend.types import PromptLayout
 from tests.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.inside_vllm

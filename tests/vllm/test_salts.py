@@ -7,7 +7,7 @@ import pytest
 from blend.integrations.vllm import prompts
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.prompts import ConversationSalts
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 PREFIX, CHUNKS = (1, 2), ((3, 4), (5, 6))
 

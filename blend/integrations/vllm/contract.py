@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError
-from blend.limits import check_number
+from blend.layout import Place, PlaceOrigin, PromptLayout
+from blend.ranges import check_number
 from blend.serve.limits import LEARN_BUDGET
-from blend.types import Place, PlaceOrigin, PromptLayout
 
 LOG = logging.getLogger("vllm.kvblend")
 VERSIONS = ("0.32", "0.33")

@@ -17,6 +17,7 @@ from blend.integrations.vllm.admission import admitted
 from blend.integrations.vllm.contract import BOOK, LOG, PREFILLS_ITSELF, LayoutTicket, Options, OutageLog
 from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, Passes
 from blend.integrations.vllm.scheduler import Load, Outcome, StepNews
+from blend.layout import PlaceOrigin, Tokens
 from blend.model.passes import Resume, RowRequest, Steps
 from blend.model.precision import DTYPES
 from blend.prefill.blender import Blend, Blender
@@ -24,8 +25,9 @@ from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, NothingStoredError
 from blend.rag import Rag
 from blend.serve.engine.background import EncodingQueue, IOPool
 from blend.serve.prompts.learned import LearnedCaches
+from blend.stopwatch import Stopwatch
 from blend.store.base import ChunkStore
-from blend.types import CacheKey, PlaceOrigin, Stopwatch, Tokens
+from blend.types import CacheKey
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from blend.chunks.library import ChunkLibrary
 from blend.corpus import Corpus, CorpusChange, DividedDocuments, PreparedCorpus, plan_change, prepare, render_passage
 from blend.errors import ConfigError, StoreError
+from blend.layout import Tokens
 from blend.serve.documents.queue import CacheProgress, UploadQueue
 from blend.serve.documents.uploads import part_of
 from blend.serve.engine.background import Compute
 from blend.serve.failures import log_failure, reason_of
 from blend.serve.removed import removed_from
-from blend.types import CacheKey, Tokens
+from blend.types import CacheKey
 from blend_retrieval import Document, divide_in_steps, passage_text
 from blend_retrieval.errors import IndexMissingError
 

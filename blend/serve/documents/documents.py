@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, StoreError
-from blend.limits import shown
+from blend.layout import Tokens
 from blend.serve.documents.caches import CalibrateCorpus, CorpusUpdater, current_index
 from blend.serve.documents.queue import INCOMING, CacheProgress, UploadQueue
 from blend.serve.documents.uploads import (
@@ -33,7 +33,7 @@ from blend.serve.engine.background import Compute
 from blend.serve.failures import CORPUS_FAILS
 from blend.serve.request import GivenDocument
 from blend.serve.turns import Turns
-from blend.types import Tokens
+from blend.text import shown
 
 if TYPE_CHECKING:
     from blend.rag import Rag

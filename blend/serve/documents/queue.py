@@ -24,9 +24,9 @@ from typing import Any, Literal, NamedTuple
 
 from blend.errors import ConfigError, StoreError, StoreNotWritableError
 from blend.files import STALE_AFTER_S, make_private_folder, sweep, write_atomically
-from blend.limits import shown
+from blend.layout import Tokens
 from blend.serve.documents.uploads import DocumentState, Upload
-from blend.types import Tokens
+from blend.text import shown
 from blend_retrieval.errors import DocumentsError
 
 INCOMING = "incoming"  # the folder next to an index

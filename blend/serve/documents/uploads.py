@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 from unicodedata import normalize
 
 from blend.errors import ConfigError
-from blend.limits import shown
 from blend.serve.events import QueueFullError
 from blend.serve.request import GivenDocument
+from blend.text import shown
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits

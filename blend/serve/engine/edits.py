@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from blend.layout import Place, PlaceOrigin, PromptLayout, Span, Tokens, common_length
 from blend.serve.token_index import Flags, TextRun, TokenIndex, longest_first
-from blend.types import Place, PlaceOrigin, PromptLayout, Span, Tokens, common_length
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache, LayerRotation

@@ -12,8 +12,8 @@ from blend.serve.engine.edits import Edit, EditEvidence, Spelling, edit_of
 from blend.serve.engine.prefixes import Conversation
 
 if TYPE_CHECKING:
+    from blend.layout import PromptLayout
     from blend.serve.prompt import Prompt
-    from blend.types import PromptLayout
 
 _MOST_TOKENS = 1 << 20  # of the prompts that are known
 _LATEST = 4  # prompts of an author

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from blend.layout import common_length
 from blend.model import cpu
 from blend.quality import NOTHING_ASKED, Estimate, Quality
-from blend.types import ChunkCache, common_length
+from blend.types import ChunkCache
 
 if TYPE_CHECKING:
     from blend.model.cache import BlendedCache

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from cachetools import LRUCache
 
+from blend.layout import PromptLayout
 from blend.model.decoder import full_prefill
 from blend.model.outline import query_numbers
-from blend.types import PromptLayout
 
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from blend.checked import UNCHECKED
 from blend.errors import StoreError
+from blend.layout import PlaceOrigin
 from blend.model.passes import Resume, Steps
-from blend.prefill.inputs import NOTHING_MOVED, MovedRows
+from blend.prefill.resources import NOTHING_MOVED, MovedRows
 from blend.quality import Estimate, Quality
 from blend.serve.engine.background import FindMissing, Stepper
 from blend.serve.engine.comparison import RowComparison
@@ -22,17 +22,19 @@ from blend.serve.events import BLENDED_BEFORE, COLD, IN_MEMORY, ONLY_PARTS, Figu
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.reasons import EDITED
-from blend.types import PlaceOrigin, Stopwatch
+from blend.stopwatch import Stopwatch
+from blend.verified import UNCHECKED
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
+    from blend.layout import PromptLayout, Span
     from blend.model.cache import BlendedCache
     from blend.prefill.blender import Blend, Blender
     from blend.serve.engine.background import IOPool
     from blend.serve.engine.histories import FoundEdit, Histories
     from blend.serve.engine.prefixes import CachedPrefix, Conversation, PrefixCache
     from blend.serve.request import Edits
-    from blend.types import CacheKey, ChunkCache, PromptLayout, Span
+    from blend.types import CacheKey, ChunkCache
 
 _NOT_PROMISED = "no quality is promised: an earlier turn was blended without an estimate"
 

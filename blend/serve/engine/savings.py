@@ -5,16 +5,17 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from blend.layout import PlaceOrigin, common_length
 from blend.select import make_selector
 from blend.select.base import needs_of, scoring_layers
 from blend.serve.events import COLD, NOTHING, SHORT
 from blend.serve.prompt import Prompt
-from blend.types import PlaceOrigin, common_length
 
 if TYPE_CHECKING:
     from blend.config import BlendConfig
+    from blend.layout import PromptLayout
     from blend.prefill.blender import Blender
-    from blend.types import ChunkKey, PromptLayout
+    from blend.types import ChunkKey
 
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
 

@@ -13,10 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from blend.limits import NUMBERS, is_corpus_name, shown
+from blend.ranges import NUMBERS
 from blend.sampling import LOGIT_BIAS, RANGES
 from blend.serve.http.errors import ApiError, Json, refuse
 from blend.serve.request import Edits, Mark
+from blend.text import is_corpus_name, shown
 
 END_USER = ("safety_identifier", "user")
 """Fields that name the application's end user; the first one given counts."""

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from blend.limits import json_text, shown
 from blend.serve.forms.tool_calls import FUNCTION_NAME, is_object
 from blend.serve.http.bodies import Body, CommonBody, Logprobs, MaxTokens, Name
 from blend.serve.http.errors import Json, missing, refuse, wrong
 from blend.serve.prompts.chat_template import DIRECT
 from blend.serve.request import Function, Message, ToolCall, Tools
+from blend.text import json_text, shown
 
 MOST_TOOLS = 128
 MOST_MESSAGES = 1000

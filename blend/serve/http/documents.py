@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from blend.errors import ConfigError, first_line
-from blend.limits import shown
 from blend.serve.documents.uploads import DocumentStatus, UploadedFile, file_of
 from blend.serve.http.bodies import UploadBody, read_body, session_name
 from blend.serve.http.errors import Json, json_response, refuse
@@ -22,6 +21,7 @@ from blend.serve.http.state import AppState, admitted, client_of, state_of
 from blend.serve.http.to_requests import digest_of_user
 from blend.serve.request import GivenDocument
 from blend.serve.turns import Slices
+from blend.text import shown
 
 if TYPE_CHECKING:
     from blend.serve.documents.documents import Documents

@@ -9,9 +9,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from blend.errors import ContextLengthError, StoreError, StoreNotWritableError
-from blend.limits import json_text
 from blend.serve.events import EndReason, EngineFailedError, QueueFullError
 from blend.serve.failures import CLIENT_ERRORS, NOT_WRITABLE, STORE_FAILS
+from blend.text import json_text
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
 Json = dict[str, Any]

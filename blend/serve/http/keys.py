@@ -7,8 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from blend.errors import ConfigError
-from blend.limits import check_corpus_name
 from blend.store.seal import read_secret
+from blend.text import check_corpus_name
 
 _LONGEST_FILE = 1 << 20
 _LONGEST_KEY = 512

@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from blend.limits import json_text
 from blend.serve.events import Event, Finished, Output, Started
 from blend.serve.forms.tool_calls import is_object
 from blend.serve.http.bodies import UNSUPPORTED, Body, EndUser, MaxTokens, Name, Stops, read_body
@@ -34,6 +33,7 @@ from blend.serve.http.to_requests import ModelNames, requests_of
 from blend.serve.prompts.build import build_prompt
 from blend.serve.request import Function, Mark, Message, ToolCall
 from blend.serve.turns import Slices
+from blend.text import json_text
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}

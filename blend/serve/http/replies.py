@@ -11,7 +11,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from blend.limits import finite, json_text
 from blend.serve.events import Check, Event, Output, Started, Token, TopToken
 from blend.serve.http.bodies import CommonBody
 from blend.serve.http.errors import ApiError, Json, json_response
@@ -19,6 +18,7 @@ from blend.serve.http.state import state_of
 from blend.serve.http.submission import EventChannel, failure_in, is_last, submit
 from blend.serve.http.tracing import entry_of
 from blend.serve.request import ToolCall
+from blend.text import finite, json_text
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
 _LEAST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from blend.limits import is_loopback, shown
 from blend.serve.events import EngineFailedError
 from blend.serve.http.body_budget import BodyBudget
 from blend.serve.http.errors import ApiError, closing, failure_of, refuse, unavailable
@@ -17,6 +16,7 @@ from blend.serve.http.tracing import Tracing, entry_of
 from blend.serve.limits import RequestLimits
 from blend.serve.metrics import Metrics
 from blend.serve.turns import Turns
+from blend.text import is_loopback, shown
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

@@ -7,12 +7,12 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.corpora import in_words
-from blend.limits import shown
 from blend.sampling import RANGES, Sampling
 from blend.serve.http.bodies import CommonBody, CompletionBody, DocumentBody
 from blend.serve.http.errors import ApiError, refuse
 from blend.serve.limits import RequestLimits
 from blend.serve.request import GivenDocument, Request
+from blend.text import shown
 
 if TYPE_CHECKING:
     from blend.serve.service import Service

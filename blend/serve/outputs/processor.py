@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from blend.answers import NONE_RETRIEVED
+from blend.layout import PlaceOrigin
 from blend.serve.events import (
     BLENDED_BEFORE,
     COLD,
@@ -26,7 +27,6 @@ from blend.serve.outputs.detokenizer import Detokenizer, StopSearch
 from blend.serve.prompt import Prompt
 from blend.serve.reasons import EDITED, NEW, TOO_SHORT, ComputedPart, PartsTokens, tokens_by_reason, with_edited
 from blend.serve.request import ToolCall
-from blend.types import PlaceOrigin
 
 if TYPE_CHECKING:
     from blend.serve.engine.profile import PrefillProfile

@@ -13,17 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ContextLengthError, PromptError, StoreError
-from blend.limits import json_text
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.forms.thoughts import ThoughtMarkers, thinking_behind
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.prompts.reuse import PromptSearch, Reuse, with_texts
 from blend.serve.prompts.view import Require, require_fit
 from blend.serve.request import FieldError, Mark, Message, Request
+from blend.text import json_text
 
 if TYPE_CHECKING:
+    from blend.layout import Place, PromptLayout
     from blend.serve.prompts.tenant import TenantState
-    from blend.types import Place, PromptLayout
 
 MOST_OF_A_TOKEN = 64  # characters: more than any text has per token on average
 _COUNTED = 4096  # characters tokenized at a time to count them

@@ -9,9 +9,9 @@ from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple
 
 from blend.errors import PromptError, first_line
-from blend.prompt import TextTokenizer, apply_chat_template
+from blend.layout import Place, PlaceOrigin, PromptLayout, common_length
+from blend.prompt_template import TextTokenizer, apply_chat_template
 from blend.serve.request import Function, Mark, Message, Request, Role, ToolCall
-from blend.types import Place, PlaceOrigin, PromptLayout, common_length
 
 _MOST_MESSAGES = 4096
 _PRIVATE_USE = range(0xF0000, 0x10FFFE)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from blend.layout import PlaceOrigin, Span
 from blend.serve.prompts.cutter import LEAST_PIECE
 from blend.serve.reasons import EDITED, NEW, REFUSED, TOO_SHORT, ComputedPart, Word
 from blend.serve.token_index import Flags, Ids, TextRun, digest_of, stretches
-from blend.types import PlaceOrigin, Span
 
 if TYPE_CHECKING:
-    from blend.types import PromptLayout
+    from blend.layout import PromptLayout
 
 Past = Callable[[bytes], Word]
 """Why a new piece of a prompt is not learned, by its digest."""

@@ -11,9 +11,9 @@ from blend.serve.prompts.trusted import trusted_chunks
 from blend.types import CacheKind
 
 if TYPE_CHECKING:
+    from blend.layout import Tokens
     from blend.rag import Rag
     from blend.serve.prompts.tenant import TenantState
-    from blend.types import Tokens
 
 _LOOK_S = 0.5
 _LAST_S = 10.0  # how long `close` waits for the thread

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from blend.layout import Span
 from blend.serve.token_index import Ids, sliding
-from blend.types import Span
 
 LEAST_PIECE = 48  # tokens
 MOST_PIECE = 512

@@ -17,11 +17,12 @@ import numpy as np
 from blend.corpora import complete_sources
 from blend.errors import StoreError
 from blend.files import make_private_folder
+from blend.layout import Tokens
 from blend.serve.reasons import EVICTED, NEW, REFUSED, Word
 from blend.serve.removed import removed_from
 from blend.serve.token_index import Ids, TokenIndex, digest_of
 from blend.store.backend import pinned
-from blend.types import ChunkKey, Tokens
+from blend.types import ChunkKey
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from blend.chunks.surrogate import with_default_surrogate, with_surrogate
 from blend.corpora import corpora, in_words, index_dir, named_folders
 from blend.errors import ConfigError, PromptError, StoreError
-from blend.limits import check_corpus_name
-from blend.prompt import TextTokenizer
+from blend.layout import PlaceOrigin, Tokens
+from blend.prompt_template import TextTokenizer
 from blend.serve.documents.queue import INCOMING
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.prompt import Kept, Prompt
@@ -26,15 +26,15 @@ from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.prompts.view import CorpusView
 from blend.serve.reasons import EVICTED, NEW, OTHER_MODEL, Word
 from blend.serve.token_index import TokenIndex
-from blend.types import PlaceOrigin, Tokens
+from blend.text import check_corpus_name
 from blend_retrieval import RetrievalError
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
+    from blend.layout import PromptLayout
     from blend.rag import Rag
     from blend.store import ChunkStore
-    from blend.types import PromptLayout
     from blend_retrieval import Chunk, ChunkIndex
 
 TENANTS = "tenants"

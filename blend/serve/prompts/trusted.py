@@ -10,8 +10,8 @@ from blend_retrieval import load_documents, write_stdlib_corpus
 from blend_retrieval.corpus_stdlib import DEFAULT_MODULES
 
 if TYPE_CHECKING:
+    from blend.layout import Tokens
     from blend.rag import Rag
-    from blend.types import Tokens
 
 _MODULES = DEFAULT_MODULES[::3]  # some 16,000 tokens, twice what a fit reads
 

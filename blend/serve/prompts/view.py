@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from blend.corpus import TitledText
 from blend.errors import ContextLengthError, PromptError
+from blend.layout import Place
 from blend.serve.documents.uploads import part_of, spellings
 from blend.serve.prompt import Cited, SourceKind
 from blend.serve.request import GivenDocument, Request
-from blend.types import Place
 from blend_retrieval import Chunk, Retriever
 from blend_retrieval.document import clean, clean_title
 

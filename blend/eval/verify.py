@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from blend.checked import keep_result
 from blend.compare import kl_divergence
 from blend.config import BlendConfig, StateMode
 from blend.eval.dataset import Record
@@ -17,18 +16,19 @@ from blend.eval.evaluator import PLAIN_REUSE, Method
 from blend.eval.needles import make_needles
 from blend.eval.report import Report, report_document
 from blend.intervals import Decision, Judged
-from blend.limits import counted
+from blend.layout import LEAD_SHARE
 from blend.model.decoder import full_prefill
 from blend.model.generate import generate
 from blend.prefill.blender import Blend, Blender
-from blend.prompt import PromptTemplate
+from blend.prompt_template import PromptTemplate
 from blend.quality import Quality
-from blend.types import LEAD_SHARE
+from blend.text import counted
+from blend.verified import keep_result
 from blend.version import __version__
 
 if TYPE_CHECKING:
+    from blend.layout import PromptLayout
     from blend.model.decoder import Decoder
-    from blend.types import PromptLayout
 
 RATIOS = (0.0, 0.02, 0.05, 0.15, 0.30)
 CHUNKS = 8  # of a built-in question

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from blend.config import PromptConfig
 from blend.errors import PromptError
-from blend.types import PromptLayout
+from blend.layout import PromptLayout
 
 _BLANKS = " \t\r\n\N{LOWER ONE EIGHTH BLOCK}"  # the last is how sentencepiece writes a space
 _SUBSTITUTE = "\N{REPLACEMENT CHARACTER}"
@@ -241,7 +241,7 @@ class PromptTemplate:
         return len(self.encode(text))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, none of them a control token (`blend.prompt`)."""
+        """Token ids of a text, none of them a control token (`blend.prompt_template`)."""
         return self._text.text(text)
 
     def _around_chunks(self, template: str | None = None) -> tuple[list[str], str]:

@@ -12,15 +12,17 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-from blend.checked import checked_states, may_blend
 from blend.chunks.correction import StoredCorrections
 from blend.chunks.encode import ChunkEncoder
 from blend.chunks.library import ChunkLibrary
 from blend.config import StateMode
 from blend.errors import EntryDamagedError
+from blend.layout import PromptLayout, Tokens
 from blend.quality import Estimator, Judge, Quality, Target
+from blend.stopwatch import Stopwatch
 from blend.store.base import ChunkStore
-from blend.types import ChunkCache, PromptLayout, Stopwatch, Tokens
+from blend.types import ChunkCache
+from blend.verified import checked_states, may_blend
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar

@@ -15,9 +15,9 @@ from blend.chunks.correction import nearest, rows_of
 
 if TYPE_CHECKING:
     from blend.chunks.assemble import Assembly
+    from blend.layout import PromptLayout
     from blend.model.cache import KV
     from blend.model.row_decoder import RowDecoder
-    from blend.types import PromptLayout
 
 MOST_ROWS = 64  # compared in a layer
 MOST_LAYERS = 12  # compared of a map
