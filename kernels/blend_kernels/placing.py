@@ -34,7 +34,7 @@ def place_layer(
         layer: index into `table.shape.layers`; a layer without KV is left alone.
         keys: the prompt's cache of the layer `[kv_heads, capacity, head_dim]`, or of it and the next ones, which have its shape
             `[layers, kv_heads, capacity, head_dim]`; floating point, any strides with a contiguous last dimension.
-        values: the same for values.
+        values: the same for values. Of what a layer does not have (keys or values of no width), any tensor.
         key_turn: how keys rotate; None if they have no position in them.
         value_turn: how values rotate, where a cache keeps rotating dimensions there.
         gain: what to add, without position, `[(layers,) table.total_rows, key width + value width]`: rows in the order of the
@@ -55,15 +55,17 @@ def place_layer(
         _check_cache("keys", keys, shape.key_heads, shape.key_dim, key_turn, table)
     if shape.value_width:
         _check_cache("values", values, shape.value_heads, shape.value_dim, value_turn, table)
-    cache = keys if shape.key_width else values
+    # a cache of no width may have any shape
+    keys = keys if shape.key_width else values
+    values = values if shape.value_width else keys
     if shape.key_width and shape.value_width:
         check_states("values", values, (keys.dtype,), keys.device)
         check_shape("values", values, (*keys.shape[:-3], *values.shape[-3:]))
-    if any(other != shape for other in _layers_from(table, layer, cache)):
-        raise ValueError(f"{cache.shape[0]} layers from layer {layer} on do not exist, or have several shapes")
+    if any(other != shape for other in _layers_from(table, layer, keys)):
+        raise ValueError(f"{keys.shape[0]} layers from layer {layer} on do not exist, or have several shapes")
     if gain is not None:
-        check_shape("gain", gain, (*cache.shape[:-3], table.total_rows, shape.width))
-        check_states("gain", gain, FLOATS, cache.device)
+        check_shape("gain", gain, (*keys.shape[:-3], table.total_rows, shape.width))
+        check_states("gain", gain, FLOATS, keys.device)
     if choose_backend(backend, keys, values) == "triton":
         from blend_kernels.placing_launch import launch_placing
 

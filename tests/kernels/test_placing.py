@@ -252,6 +252,13 @@ def test_wider_chunks_round_once(backend, device, poisoned):
     assert ((rows - wanted).abs() <= wanted.abs() * 2**-11 + 1e-5).all()
 
 
+@pytest.mark.parametrize(("programs", "packing"), [(1, "plain"), (5, "plain"), (5, "int4"), (10_000, "plain")])
+def test_any_number_of_programs_gives_the_same(programs, packing, device, monkeypatch, poisoned):
+    for name in ("HOST_PROGRAMS", "_PROGRAMS_PER_MULTIPROCESSOR"):
+        monkeypatch.setattr(f"blend_kernels.placing_launch.{name}", programs)
+    check(MODELS["latent"], SETS[MIXED], packing, device, "triton")
+
+
 def test_layers_may_be_placed_in_inference_mode_and_outside(device):
     model, places = MODELS["halves 8"], SETS[MIXED]
     chunks, _ = make_chunks(ChunkShape(model.layers, BF16), device)
