@@ -1,7 +1,9 @@
 """`blend report` from the command line: its numbers, its files, and mistakes that show before anything is measured."""
 
 import json
+import sys
 
+import pytest
 from blend_process import SHORT_CONTEXT, record
 
 from blend import BlendConfig
@@ -22,7 +24,7 @@ def test_a_question_file(blend, dataset, tmp_path):
     assert (report["dtype"], report["weights"]) == ("bfloat16", "native")
     assert "\nbfloat16, " in result.out
     chosen = BlendConfig(selector="first_k:k=3", ratio=0.3, mask="bottom-right")
-    assert report["config"]["blend"] == chosen.plain()
+    assert report["config"]["blend"] == report["config"]["methods"]["blend"] == chosen.plain()
     assert len(report["methods"]) == 3
     _check_methods(report["methods"])
 
@@ -94,3 +96,67 @@ def test_questions_made_from_the_chunks(filled):
     result = filled.done("report", "--questions", "auto", "--limit", "2", *TINY)
     assert "questions made from the chunks" in result.out
     assert "2 records" in result.out
+
+
+def test_one_run_compares_selectors_and_ratios_and_draws_them(filled, tmp_path):
+    questions = tmp_path / "q.jsonl"
+    lines = [{"question": text, "answers": ["nine"], "task": "towns"} for text in QUESTIONS]
+    questions.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    picture, page = tmp_path / "report.svg", tmp_path / "report.html"
+    call = ("report", "--questions", questions, "--picture", picture, "--html", page, "--json", "-", *TINY)
+    call += ("--repeats", "2", "--no-correction")
+    compared = ["--selector", "hkvd", "--selector", "query_guided", "--ratio", "0.1", "--ratio", "0.3"]
+    result = filled.done(*call, *compared)
+    names = ["full", "reuse", "hkvd 10%", "hkvd 30%", "query_guided 10%", "query_guided 30%"]
+    methods = result.json["methods"]
+    assert list(methods) == names
+    assert methods["hkvd 10%"]["rows_share"] < methods["hkvd 30%"]["rows_share"]
+    assert result.json["config"]["methods"]["query_guided 10%"]["ratio"] == 0.1
+    for name in names[1:]:
+        assert methods[name]["floor_ratio"] > 0
+        assert methods[name]["f1_diff"] is not None
+        assert "load" in methods[name]["stages"]
+        assert methods[name]["em"] is not None
+    assert {record["question"] for record in result.json["records"]} == set(QUESTIONS)
+    assert {record["task"] for record in result.json["records"]} == {"towns"}
+    assert f"wrote {picture}" in result.err
+    assert picture.read_text(encoding="utf-8").count("<svg") == 1
+    assert "query_guided 30%" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("option", ["--picture", "--html"])
+def test_without_matplotlib_a_line_says_what_to_install_before_the_run(filled, monkeypatch, option):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = filled.here("report", option, "out.svg").refused(2)
+    assert option in refused
+    assert "pip install 'kvblend[report]'" in refused
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--picture", "report.gif"), "a picture ends in .png or .svg"),
+        (("--picture", "out.svg", "--html", "out.svg"), "name the same file"),
+        (("--picture", "-"), "not to standard output"),
+        (("--ratio", "0.1", "--ratio", "0.2", "--quality", "0.05"), "give one --ratio"),
+        (("--selector", "hkvd", "--selector", "wrong"), "wrong"),
+        (("--ratio", "0.1", "--ratio", "2"), "not a number from 0 to 1"),
+        (("--repeats", "0"), "repeats"),
+    ],
+)
+def test_mistakes_show_before_a_model_is_loaded(filled, options, problem):
+    result = filled.here("report", *options)
+    assert problem in result.refused(2)
+    assert "Loading" not in result.err
+
+
+def test_a_selector_that_the_model_cannot_serve_ends_the_run_before_it_begins(filled):
+    result = filled("report", "--limit", "4", "--selector", "random", "--selector", "hkvd:check_layer=50", *TINY)
+    assert "layer 50 has no KV" in result.refused(2)
+    assert "[1/" not in result.err
+
+
+def test_a_file_of_questions_of_two_kinds_is_refused(filled, tmp_path):
+    questions = tmp_path / "q.jsonl"
+    questions.write_text(json.dumps({"question": "Why?"}) + "\nWhy?")
+    assert "q.jsonl:2: no JSON object" in filled.here("report", "--questions", questions).refused(6)

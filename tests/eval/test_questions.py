@@ -13,7 +13,12 @@ def test_plain_lines():
 
 
 def test_lines_of_json_bring_gold_answers_and_tasks():
-    lines = ["", QUESTION_LINE, '{"question": " Who\\u2028? ", "task": "names", "id": 7}', '{"question": "W", "answers": null}']
+    lines = [
+        "",
+        QUESTION_LINE,
+        '{"question": " Who\\u2028? ", "task": "names", "id": 7}',
+        '{"question": "W", "answers": null}',
+    ]
     assert parse_questions("\n".join(lines), "q") == [
         Question("...", ("...",)),
         Question("Who\u2028?", (), "names"),
