@@ -90,6 +90,7 @@ def _attention_variants(capability: int) -> Iterator[Variant]:
         {**plain, "width": "256", "window": KEYS, "softcap": 50.0},
         {**plain, "width": "64", "window": 128, "sinks": True},
         *({**plain, "lines": lines, "splits": 4} for lines in (32, 64, 256)),
+        {**plain, "width": "64", "lines": 256, "splits": 4},
     ]
     options = {
         "kind": tuple(DTYPES), "width": tuple(WIDTHS), "window": (None, KEYS), "softcap": (None, 50.0), "sinks": (False, True),

@@ -77,6 +77,34 @@ def test_the_verdict_counts_spills_and_shared_memory():
     assert unavoidable == 1
 
 
+# The tiles that calls take and that no variant compiles.
+UNCOMPILED = """
+import os
+import sys
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, {scripts!r})
+from itertools import product
+import torch
+from aot.variants import variants
+from blend_kernels.tiles import Shape, best_tile
+compiled = {{variant.tile for variant in variants({capability})}}
+widths = [(dim, dim) for dim in (32, 64, 80, 96, 112, 128, 192, 256)] + [(192, 128)]
+flags = (False, True)
+shapes = product((torch.bfloat16, torch.float32), widths, (1, 16, 17, 32, 33, 64, 65, 512, 513), flags, flags)
+tiles = {{best_tile({capability} // 10, Shape(dtype, *dims, *rest)) for dtype, dims, *rest in shapes}}
+print(len(tiles), tiles - compiled or "")
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_tile_that_a_call_takes_is_compiled(capability):
+    run = run_python(UNCOMPILED.format(capability=capability, scripts=str(REPOSITORY / "scripts")))
+    assert run.returncode == 0, run.stderr
+    count, *uncompiled = run.stdout.split(maxsplit=1)
+    assert int(count) > 10
+    assert uncompiled == []
+
+
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 4), (9, 3, 2, 2, 4), (5,) * 6])
 def test_pairs_of_options_all_meet_in_few_combinations(sizes):
     options = {f"option {i}": [f"{i}:{j}" for j in range(size)] for i, size in enumerate(sizes)}
