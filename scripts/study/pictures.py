@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from _results import Results, Row, grouped
 from blend.errors import DatasetError
 from blend.intervals import Interval
+from blend.text import counted
 from study.tables import BASELINE, BASELINE_RATIO, FULL, GRADUAL, kl_interval, paired
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")  # of Okabe and Ito
 MARKERS = "os^vDP*X"
+LABEL_OFFSETS = ((6, 4), (-26, 4), (6, -10), (-26, -10))  # of the ratios from their points, in points of type
 _WITH_RATIO = re.compile(r"(?P<name>.*) (?P<percent>\d+) %")
 _NAMES = {BASELINE: "hkvd, published form", GRADUAL: "gradual, published form", "reuse": "plain reuse"}
 
@@ -56,7 +58,9 @@ def draw_selection(results: Results, methods: Sequence[str] = ()) -> Figure:
     by_rows.set_ylabel("mean KL to full recompute, nats per token")
     records = grouped(common, "set", "id")
     sets = {name for name, _ in records}
-    figure.suptitle(f"{models.pop()}: {len(records)} records, mean over {len(sets)} sets, 95 % intervals")
+    figure.suptitle(
+        f"{models.pop()}: {counted(len(records), 'record')}, mean over {counted(len(sets), 'set')}, 95 % intervals"
+    )
     figure.legend(*by_rows.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return figure
 
@@ -107,7 +111,8 @@ def _draw_lines(axes: Axes, lines: dict[str, list[Point]], cost: str) -> None:
         for point, at in zip(points, costs, strict=True):
             if point.percent is not None:
                 text = f"{point.percent} %"
-                axes.annotate(text, (at, point.kl.mean), (6, 4), textcoords="offset points", color=color, fontsize=8)
+                offset = LABEL_OFFSETS[number % len(LABEL_OFFSETS)]
+                axes.annotate(text, (at, point.kl.mean), offset, textcoords="offset points", color=color, fontsize=8)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter("{x:g}")
