@@ -14,7 +14,6 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from blend.model.host_copy import HostCopy
 
 from _paths import documentation
 from _results import Results, Row, markdown, say
@@ -25,6 +24,7 @@ from blend.config import BlendConfig, CorpusConfig
 from blend.eval.evaluator import PLAIN_REUSE
 from blend.model.decoder import FullPrefill, full_prefill
 from blend.prefill.blender import Blender
+from blend.serve.engine.decoding import HostCopy
 from blend.stopwatch import Stopwatch
 from blend.store import ChunkPool, open_store
 from blend.types import CacheKind

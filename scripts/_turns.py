@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import wraps
-from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,7 +106,7 @@ def comparison(rows: Sequence[dict[str, Any]], other_rows: Sequence[dict[str, An
 def _compared(row: dict[str, Any], other: dict[str, Any]) -> list[object]:
     if "ttft_s" not in row or "ttft_s" not in other:
         return [row.get("why_not"), other.get("why_not")]
-    ratios = [here_s / there_s for here_s, there_s in zip_longest(row["all_s"], other["all_s"], fillvalue=float("nan"))]
+    ratios = [here_s / there_s for here_s, there_s in zip(row["all_s"], other["all_s"], strict=True)]
     wrong = [
         f"WRONG {place}: {each['wrong']}" for place, each in (("here", row), ("there", other)) if each.get("wrong")
     ]

@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-from commands import main, output
+from commands import ROOT, main, output
 
 from _results import Results
 from _shapes import SHAPES
 from _ttft import METHODS, Bench, random_subject
+from _turns import comparison, rows_in_turns
 
 pytestmark = pytest.mark.timeout(600)  # processes that load torch
 
@@ -84,6 +85,74 @@ def test_out_of_memory_is_said_in_the_rows():
 
     rows = Bench(load, {"shape": "8B"}, Results(None), 1).run([4096], ["memory"])
     assert [row["why_not"] for row in rows] == ["out of GPU memory"] * len(METHODS)
+
+
+def test_the_disk_store_stands_in_the_folder_with_its_codec(tmp_path, monkeypatch):
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # of all that other tests hold
+    sizes = []
+
+    def read_rate(folder):
+        assert folder.parent == tmp_path
+        sizes.append(sum(file.stat().st_size for file in folder.rglob("*.safetensors")))
+        return 1e9
+
+    monkeypatch.setattr("_ttft.read_rate", read_rate)
+    for codec in ("int8", "bfloat16"):
+        subject = random_subject("tiny", torch.device("cpu"), torch.float32, 16)
+        Bench(lambda subject=subject: subject, {}, Results(None), 1, codec, tmp_path).run([64], ["disk"])
+    assert 0 < sizes[0] < sizes[1]
+    assert not list(tmp_path.iterdir()), "the stores are gone"
+
+
+def test_two_checkouts_take_turns():
+    options = ("--shape", "tiny", "--lengths", "64", "--chunk-tokens", "16", "--stores", "memory", "--rounds", "2")
+    printed = output("bench_ttft", *options, "--threads", "1", "--against", ROOT, CUDA_VISIBLE_DEVICES="")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in printed.splitlines()]
+    rows = [line for line in lines if line[0] == "64"]
+    assert [row[2] for row in rows] == list(METHODS)
+    assert all(row[3].endswith(" ms") and row[4].endswith(" ms") and float(row[5]) > 0 and not row[7] for row in rows)
+
+
+def test_a_prefill_waits_for_its_turn(tmp_path):
+    """Of two checkouts with scripts of a few lines: each prefill of one is followed by the other's."""
+    log = tmp_path / "log"
+    checkouts = []
+    for name in ("here", "there"):
+        scripts = tmp_path / name / "scripts"
+        scripts.mkdir(parents=True)
+        (scripts / "_paths.py").write_text("")
+        (scripts / "_ttft.py").write_text(
+            "def run_once(words):\n    with open(words[0], 'a') as log:\n        log.write(words[1])\n"
+        )
+        (scripts / "bench_ttft").write_text(f"""
+import json, sys, _ttft
+for turn in "12345":
+    _ttft.run_once([{str(log)!r}, {name[0]!r} + turn + " "])
+row = {{"tokens": 8, "store": "memory", "method": "full", "ttft_s": 2.0, "all_s": [{len(name)}.0, 2.0]}}
+json.dump({{"ttft": [row]}}, open(sys.argv[-1], "w"))
+""")
+        checkouts.append(tmp_path / name)
+    rows, other_rows = rows_in_turns(*checkouts, [])
+    assert log.read_text() == "".join(f"h{turn} t{turn} " for turn in "12345")
+    (line,) = [line for line in comparison(rows, other_rows) if line.startswith("| 8")]
+    assert line == "| 8 | memory | full | 2000.0 ms | 2000.0 ms | 0.900 | 0.800 to 1.000 |  |"
+
+
+def test_a_checkout_that_cannot_be_asked_ends_it_in_one_line(tmp_path):
+    with pytest.raises(SystemExit, match=r"no checkout of kvblend with scripts/_ttft.py"):
+        rows_in_turns(ROOT, tmp_path, [])
+    with pytest.raises(SystemExit, match="bench_ttft ended with 2 and no rows; does it have these options"):
+        rows_in_turns(ROOT, ROOT, ["--no-such-option"])
+
+
+def test_rows_that_one_checkout_lacks_are_named():
+    row = {"tokens": 8, "store": "memory", "method": "full", "ttft_s": 2.0, "all_s": [2.0]}
+    new, old = {**row, "method": "new"}, {**row, "method": "old", "wrong": "no"}
+    wrong = {**row, "wrong": "not finite"}
+    lines = [line.split(" | ")[2:] for line in comparison([row, new], [wrong, old])][3:]
+    assert [line[0] for line in lines] == ["full", "new", "old"]
+    assert lines[0][-1] == "WRONG there: not finite |"
+    assert [line[1] for line in lines[1:]] == ["only here |", "only there |"]
 
 
 @pytest.mark.parametrize(("shape", "billions"), [("0.5B", 0.494), ("1.5B", 1.544), ("8B", 8.03), ("70B-shard", 8.82)])
