@@ -199,7 +199,11 @@ def footnotes_of(report: Report) -> list[str]:
     few = "too few records for the intervals to mean much" if report.records < _FEW_RECORDS else ""
     gold = _GOLD_LEGEND if any(summary.quality["right"] for summary in report.methods) else ""
     floored = any(summary.floor_ratio for summary in report.methods)
-    floor = "x floor: times its share of full prefill's time, and the loading that this cannot hide" if floored else ""
+    floor = (
+        "x floor: TTFT over the least possible time, its share of full prefill and the loading that this cannot hide"
+        if floored
+        else ""
+    )
     command = f"command: {report.info.command}" if report.info.command else ""
     return list(filter(None, (*report.judged_lines, few, floor, gold, report.info.setting, command)))
 
