@@ -255,6 +255,10 @@ def store_id(root: Path) -> str:
     return str(manifest.get("id", ""))
 
 
+class AnotherStoreError(StoreUnreachableError):
+    """Another store lies at the place of the one that was there before."""
+
+
 class _ReadId(NamedTuple):
     """The id in a manifest. stamp: tells that file from others that took its place."""
 
@@ -290,7 +294,7 @@ class MountedFiles(StoreFiles):
             self._note_seen(current)
             self._expected = current
         if current != self._expected:
-            raise StoreUnreachableError(
+            raise AnotherStoreError(
                 f"at {self.root} lies another store than before: mount the right file system again{self._anew}"
             )
         self._is_seen = True

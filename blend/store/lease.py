@@ -1,8 +1,9 @@
 """What places on servers share: errors in a line of ours, and the lock of writers.
 
 The lock is a lease, which ends half a minute after the process that holds it. A process that slept for longer (a machine that
-was suspended, a network that was away) has lost it without knowing. So each write of the thread that holds it asks first whose
-the lease is, and is refused if it is another's.
+was suspended, a network that was away) has lost it without knowing. So each write of the thread that holds it looks whose the
+lease is, and is refused if it is another's. Redis looks and writes in one step. Of a bucket the look is an exchange of its own,
+right before the write: a process that sleeps between the two, and for longer than the lease, may still write.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from blend.store.backend import Backend
 
 WAIT_S = 600.0  # choosing and measuring takes minutes on a slow machine
 LEASE_S = 30.0
-_NAME = "writing"
+LEASE = "writing"  # the name that holds it
 _FREE = b"free"
 _LOOK_EVERY_S = 0.2
 
@@ -36,7 +37,7 @@ _WRITER = _Writer()
 
 
 class ServerBackend(Backend):
-    """Moves bytes to a server. `put`, `swap` and `delete` call `require_lease` first."""
+    """Moves bytes to a server. `put`, `swap` and `delete` look after the lease under which their thread writes."""
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -59,11 +60,24 @@ class ServerBackend(Backend):
             with suppress(StoreError):  # it ends by itself after `LEASE_S`
                 lease.write(_FREE)
 
-    def require_lease(self, name: str) -> None:
-        """Before a write to a name: raise `StoreError` if this thread writes under a lease here that is another's by now."""
-        for lease in _WRITER.leases:
-            if lease.backend is self and name != _NAME:
-                lease.require()
+    @property
+    def lease_owner(self) -> bytes:
+        """What the lease begins with while it is this thread's; empty where this thread writes under none."""
+        owners = [lease.owner for lease in _WRITER.leases if lease.backend is self]
+        return owners[-1] if owners else b""
+
+    def require_lease(self) -> None:
+        """Raise `StoreError` if this thread writes under a lease here that is another's by now."""
+        owner = self.lease_owner
+        if owner and not _is_of(owner, self.read(LEASE)):
+            raise self.lease_is_lost()
+
+    def lease_is_lost(self) -> StoreError:
+        """The error for a write under a lease that is another's by now."""
+        return StoreError(
+            f"another process may be writing to {self.place}, because this one slept or did not reach it for over "
+            f"{LEASE_S:g} s: run the same command again"
+        )
 
     @contextmanager
     def exchange(self, doing: str) -> Iterator[None]:
@@ -85,7 +99,7 @@ class _Lease:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self._owner = uuid.uuid4().hex
+        self.owner = uuid.uuid4().hex.encode()
         self._turns = count()
 
     def acquire(self) -> None:
@@ -94,14 +108,14 @@ class _Lease:
         began = unchanged_since = time.monotonic()
         last_content: bytes | None = b""
         while True:
-            content = self.backend.read(_NAME)
+            content = self.backend.read(LEASE)
             now = time.monotonic()
             if content != last_content:
                 last_content = content
                 unchanged_since = now
             is_free = content in (None, _FREE) or now - unchanged_since > LEASE_S
             # It may be ours by a swap whose answer got lost.
-            if content == token or (is_free and self.backend.swap(_NAME, token, content)):
+            if content == token or (is_free and self.backend.swap(LEASE, token, content)):
                 return
             if now - began > WAIT_S:
                 raise StoreError(
@@ -117,20 +131,14 @@ class _Lease:
 
     def write(self, new: bytes) -> None:
         """Have the name hold `new`, if it is ours. Raises `StoreError` where that is not known."""
-        content = self.backend.read(_NAME)
-        if self._is_ours(content):
-            self.backend.swap(_NAME, new, content)
-
-    def require(self) -> None:
-        """Raise `StoreError` unless it is ours."""
-        if not self._is_ours(self.backend.read(_NAME)):
-            raise StoreError(
-                f"another process may be writing to {self.backend.place}, because this one slept or did not reach it for over "
-                f"{LEASE_S:g} s: run the same command again"
-            )
-
-    def _is_ours(self, content: bytes | None) -> bool:
-        return content is not None and content.startswith(self._owner.encode())
+        content = self.backend.read(LEASE)
+        if _is_of(self.owner, content):
+            self.backend.swap(LEASE, new, content)
 
     def _token(self) -> bytes:
-        return f"{self._owner} {next(self._turns)}".encode()
+        return self.owner + f" {next(self._turns)}".encode()
+
+
+def _is_of(owner: bytes, content: bytes | None) -> bool:
+    """Whether the lease is this owner's."""
+    return content is not None and content.startswith(owner)

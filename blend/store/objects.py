@@ -112,13 +112,13 @@ class ObjectBackend(ServerBackend):
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Put in one exchange, a large object in several; acknowledged by the server when it returns."""
-        self.require_lease(name)
+        self.require_lease()
         with self.exchange("written"):
             obstore.put(self.store, name, b"".join(blobs))
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Look at what the name holds, then write on condition that it still holds that."""
-        self.require_lease(name)
+        self.require_lease()
         if was is None:
             return self._put_once(name, content, "create")
         blob = self._opened(name)
@@ -141,7 +141,7 @@ class ObjectBackend(ServerBackend):
 
     def delete(self, name: str) -> None:
         """Delete in one exchange."""
-        self.require_lease(name)
+        self.require_lease()
         with self.exchange("written"):
             try:
                 obstore.delete(self.store, name)

@@ -19,7 +19,7 @@ from redis.retry import Retry
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, Blob, Buffer, Found, Stored, in_batches
 from blend.store.breaker import Timeouts
-from blend.store.lease import ServerBackend
+from blend.store.lease import LEASE, ServerBackend
 
 LARGEST = 512 << 20
 """Bytes of one string, by Redis's own default (`proto-max-bulk-len`)."""
@@ -29,13 +29,25 @@ _VERSION_BYTES = 512  # they tell two versions of an entry apart: the header's d
 _READ_BYTES = 1 << 20  # of a socket at once
 _PAGE = 1000
 _DECADE_S = 10 * 365 * 86400
+_LOST = -1  # the answer of a script whose caller has lost its lease
+_UNDER_LEASE = f"""
+local lease, owner = redis.call('GET', KEYS[2]) or '', ARGV[1]
+if string.sub(lease, 1, #owner) ~= owner then return {_LOST} end
+"""
+_PUT = """
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
 _SWAP = """
-local held = redis.call('GET', KEYS[1])
-if (ARGV[1] == '0' and held == false) or (ARGV[1] == '1' and held == ARGV[2]) then
-  redis.call('SET', KEYS[1], ARGV[3])
+local content = redis.call('GET', KEYS[1])
+if (ARGV[2] == '0' and content == false) or (ARGV[2] == '1' and content == ARGV[3]) then
+  redis.call('SET', KEYS[1], ARGV[4])
   return 1
 end
 return 0
+"""
+_DELETE = """
+return redis.call('UNLINK', KEYS[1])
 """
 
 
@@ -107,27 +119,35 @@ class RedisBackend(ServerBackend):
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Put in one exchange."""
-        self.require_lease(name)
         content = b"".join(blobs)
         if len(content) > LARGEST:
             raise EntryTooLargeError(f"{self.place} takes entries of {LARGEST >> 20} MiB at most: use smaller chunks")
-        lives_s = _DECADE_S if name.startswith(CACHES) else None
+        is_cache = name.startswith(CACHES)
+        if self.lease_owner and not is_cache:
+            self._run(_PUT, name, content)
+            return
+        self.require_lease()
+        lives_s = _DECADE_S if is_cache else None
         with self.exchange("written"):
             self.client.set(self._key(name), content, ex=lives_s)
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Swap by a script on the server."""
-        self.require_lease(name)
-        with self.exchange("written"):
-            condition = ("0", "") if was is None else ("1", was)
-            answer: Any = self.client.eval(_SWAP, 1, self._key(name), *condition, content)
-            return bool(answer)
+        condition = (b"0", b"") if was is None else (b"1", was)
+        return self._run(_SWAP, name, *condition, content)
 
     def delete(self, name: str) -> None:
-        """Delete in one exchange."""
-        self.require_lease(name)
+        """Delete by a script on the server."""
+        self._run(_DELETE, name)
+
+    def _run(self, script: str, name: str, *arguments: bytes) -> bool:
+        """Run a script on a name if this thread has not lost its lease; the server looks and writes in one step."""
         with self.exchange("written"):
-            self.client.unlink(self._key(name))
+            keys = (self._key(name), self._key(LEASE))
+            answer: Any = self.client.eval(_UNDER_LEASE + script, 2, *keys, self.lease_owner, *arguments)
+        if answer == _LOST:
+            raise self.lease_is_lost()
+        return bool(answer)
 
     def require_lasting(self) -> None:
         """Look at the server's policy of eviction, where this user may."""

@@ -11,7 +11,7 @@ import pytest
 from reading import cache, failing, key
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store import open_store
+from blend.store import Timeouts, open_store
 from blend.store.addresses import replica_of
 
 GONE = "mount its file system again"
@@ -104,6 +104,33 @@ def test_another_store_in_its_place_is_none(make, mount, tmp_path):
     shutil.rmtree(mount)
     (tmp_path / "elsewhere").rename(mount)
     assert key(1) in make()
+
+
+def test_no_way_leads_to_another_store_in_its_place(mount, tmp_path, caplog):
+    """Of a process that goes on, asked again at once after each outage."""
+    address = f"file://{mount / 'corpus'}"
+    backend = open_store(address, timeouts=Timeouts(pause_s=0.0)).backend
+    backend.put("artifacts/map", [b"ours"])
+    mount.rename(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnreachableError, match=GONE):
+        backend.read("artifacts/map")
+    stranger = open_store(address).backend
+    stranger.put("artifacts/map", [b"theirs"])
+    for call in (
+        lambda: backend.read("artifacts/map"),
+        lambda: list(backend.names("artifacts/")),
+        lambda: list(backend.listing("artifacts/")),
+        lambda: backend.folders(""),
+        lambda: backend.put("artifacts/map", [b"late"]),
+        lambda: backend.swap("artifacts/map", b"late", b"theirs"),
+        lambda: backend.delete("artifacts/map"),
+    ):
+        with pytest.raises(StoreUnreachableError, match="another store than before"):
+            call()
+    assert stranger.read("artifacts/map") == b"theirs"
+    gone, other = caplog.messages  # one line for each of both
+    assert GONE in gone
+    assert "another store than before" in other
 
 
 @pytest.mark.parametrize("before", ["", "seen"])

@@ -5,8 +5,10 @@ import time
 
 import pytest
 from far_stores import open_far
+from servers import redis_address
 
 from blend.errors import StoreError, StoreUnreachableError
+from blend.store import open_store
 
 
 @pytest.fixture(params=["objects", "redis"])
@@ -72,6 +74,7 @@ def writes(backend, content):
     yield lambda: backend.put("artifacts/map", [content])
     yield lambda: backend.swap("artifacts/map", content, b"other")
     yield lambda: backend.delete("artifacts/map")
+    yield lambda: backend.put("objects/n/aa/aa.safetensors", [content])
 
 
 def test_who_has_lost_the_lease_writes_nothing_more(backend, monkeypatch):
@@ -90,6 +93,7 @@ def test_who_has_lost_the_lease_writes_nothing_more(backend, monkeypatch):
             with pytest.raises(StoreError, match=r"another process may be writing to .*: run the same command again"):
                 write()
         assert backend.read("artifacts/map") == b"other"
+        assert backend.read("objects/n/aa/aa.safetensors") is None
     assert backend.read("writing") == b"free"
     backend.put("artifacts/map", [b"later"])
     assert backend.read("artifacts/map") == b"later"
@@ -113,4 +117,34 @@ def test_other_threads_write_whatever_becomes_of_the_lease(backend, monkeypatch)
             thread.start()
             thread.join()
     assert backend.read("artifacts/map") == b"other"
+    assert backend.read("writing") == b"another's"  # who has lost it does not free it
     backend.delete("writing")
+
+
+def test_a_lost_lease_of_one_store_is_none_of_another(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr("blend.store.lease._Lease.renew_until", lambda self, end: None)
+    other = open_store(f"{backend.place}/other").backend.tiers["far"]
+    with backend.writing():
+        backend.swap("writing", b"another's", backend.read("writing"))
+        other.put("artifacts/map", [b"mine"])
+        with other.writing():
+            other.put("artifacts/map", [b"still mine"])
+            with pytest.raises(StoreError, match="another process may be writing"):
+                backend.put("artifacts/map", [b"late"])
+    assert other.read("artifacts/map") == b"still mine"
+    assert backend.read("artifacts/map") is None
+
+
+def test_redis_looks_and_writes_in_one_step(tmp_path, monkeypatch):
+    backend = open_store(f"{redis_address(0)}/{tmp_path.name}").backend.tiers["far"]
+    monkeypatch.setattr("blend.store.lease._Lease.renew_until", lambda self, end: None)
+    with backend.writing():
+        backend.put("artifacts/map", [b"other"])
+        content = backend.read("writing")
+        backend.swap("writing", b"another's", content)
+        monkeypatch.setattr(backend, "read", lambda name: content)  # it looked before it slept
+        for write in list(writes(backend, b"late"))[:3]:
+            with pytest.raises(StoreError, match="another process may be writing"):
+                write()
+    monkeypatch.undo()
+    assert backend.read("artifacts/map") == b"other"
