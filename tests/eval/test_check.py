@@ -15,9 +15,18 @@ from models import FAMILIES, decoder
 from blend.cli.verify import command
 from blend.config import BlendConfig
 from blend.errors import QualityError, UndecidedError
-from blend.eval import check
 from blend.eval.report import Measurement, summarise
-from blend.eval.verify import RATIOS, RECURRENT_WAYS, ModelCheck, Verdict, Way, check_model, remember
+from blend.eval.verify import (
+    CHUNKS,
+    RATIOS,
+    RECURRENT_WAYS,
+    ModelCheck,
+    Verdict,
+    Way,
+    builtin_records,
+    check_model,
+    remember,
+)
 from blend.files import read_values
 from blend.prefill.blender import Blender
 from blend.rag import Rag
@@ -196,5 +205,5 @@ def test_the_command_compares_the_states_of_recurrent_layers(verify, memory, tmp
 
 def test_builtin_questions(tmp_path):
     model = save_tiny_model(tmp_path / "tiny", TEXT)
-    found = check.builtin_records(Rag(tmp_path / "store", model=str(model), device="cpu").template, 5)
-    assert [len(record.chunks) for record in found] == [check.CHUNKS] * 5
+    found = builtin_records(Rag(tmp_path / "store", model=str(model), device="cpu").template, 5)
+    assert [len(record.chunks) for record in found] == [CHUNKS] * 5
