@@ -97,9 +97,8 @@ def open_store(
     backend = _backend(location, seal, budget_bytes, cache, hot, timeouts)
     if location == MEMORY and pool is None:
         pool = ChunkPool(budget_bytes)
-    store = ChunkStore(backend, encoding, seal, pool)
-    if location != MEMORY and not is_address(location):
-        store.folder = Path(location).expanduser()
+    folder = None if location == MEMORY or is_address(location) else Path(location).expanduser()
+    store = ChunkStore(backend, encoding, seal, pool, folder)
     if not backend.is_elsewhere:  # there it is checked before the first write
         store.require_its_key()
     return store
@@ -136,7 +135,7 @@ def _backend(
     from blend.store.tiered import TieredBackend
 
     if location == MEMORY:
-        return MemoryBackend()
+        return MemoryBackend(budget_bytes)
     address = str(location)
     if not is_address(location):
         path = Path(location).expanduser()

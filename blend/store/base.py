@@ -57,16 +57,15 @@ class ChunkStore:
         codec: encodes new entries; entries of every codec are read.
         seal: verifies entries and artifacts; those with another seal count as damaged.
         pool: keeps recently read caches in memory.
-
-    Attributes:
         folder: its directory on this machine, if it has one.
 
     """
 
-    folder: Path | None = None
-
-    def __init__(self, backend: Backend, codec: Codec, seal: Seal, pool: ChunkPool | None = None) -> None:
+    def __init__(
+        self, backend: Backend, codec: Codec, seal: Seal, pool: ChunkPool | None = None, folder: Path | None = None
+    ) -> None:
         self.backend = backend
+        self.folder = folder
         self.codec = codec
         self.pool = pool
         self._seal = seal

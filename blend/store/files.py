@@ -89,7 +89,7 @@ class StoreFiles:
         return "" if self._local is None else f"; to start anew, delete {self._local.place}"
 
     def _note_seen(self, current: str) -> None:
-        name = current.encode() or _SEEN_WITHOUT_ID
+        name = current.encode()
         if not self._is_seen and self._local is not None and self._local.read(_SEEN) != name:
             with suppress(StoreError):  # a full disk: the next process tries again
                 self._local.put(_SEEN, [name])

@@ -1,4 +1,4 @@
-"""A store in the memory of this process, without a budget."""
+"""A store in the memory of this process."""
 
 from __future__ import annotations
 
@@ -7,35 +7,76 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from blend.store.backend import Backend, Blob, Buffer, Found, Stored
+from blend.store.backend import CACHES, Backend, Blob, Buffer, Found, Stored, key_of, pinned, require_budget
 
 
 class MemoryBlob(Blob):
-    """Bytes in memory, all of them the head. put: when they were put."""
+    """Bytes in memory, all of them the head. used: when they were put or touched."""
 
     def __init__(self, content: memoryview) -> None:
         self.nbytes = content.nbytes
         self.head = content
-        self.put = time.time()
+        self.used = time.time()
 
 
 class MemoryBackend(Backend):
-    """Names and their bytes for the threads of one process."""
+    """Names and their bytes for the threads of one process.
+
+    budget_bytes: the least recently used caches go before all together exceed it, but not pinned ones.
+    """
 
     place = "memory"
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        require_budget(budget_bytes)
+        self._budget = budget_bytes
+        self._evictions = 0
+        self._lock = threading.RLock()
         self._writing = threading.Lock()
-        self._blobs: dict[str, MemoryBlob] = {}
+        self._blobs: dict[str, MemoryBlob] = {}  # the least recently used first
+
+    @property
+    def evictions(self) -> int:
+        """Caches that the budget evicted."""
+        return self._evictions
 
     def open_many(self, names: Sequence[str]) -> list[Found]:
         """The bytes that were put."""
-        return [self._blobs.get(name) for name in names]
+        with self._lock:
+            return [self._blobs.get(name) for name in names]
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
-        """Keep a copy in one piece."""
-        self._blobs[name] = MemoryBlob(memoryview(bytearray().join(blobs)))
+        """Keep a copy in one piece, then evict."""
+        content = bytearray().join(blobs)
+        if name.startswith(CACHES):
+            require_budget(self._budget, len(content))
+        with self._lock:
+            self._keep(name, content)
+
+    def _keep(self, name: str, content: bytearray) -> None:
+        self._blobs.pop(name, None)
+        self._blobs[name] = MemoryBlob(memoryview(content))
+        if self._budget is not None and name.startswith(CACHES):
+            self._make_room(self._budget, name)
+
+    def _make_room(self, budget: int, newest: str) -> None:
+        """Drop the least recently used caches, but not the newest."""
+        pins = pinned(self) | self.spared()
+        sizes = {name: blob.nbytes for name, blob in self._blobs.items() if name.startswith(CACHES)}
+        total = sum(sizes.values())
+        for name, nbytes in sizes.items():
+            if total > budget and name != newest and key_of(name).digest not in pins:
+                del self._blobs[name]
+                total -= nbytes
+                self._evictions += 1
+
+    def touch(self, name: str) -> None:
+        """Move it behind the others."""
+        with self._lock:
+            blob = self._blobs.pop(name, None)
+            if blob is not None:
+                blob.used = time.time()
+                self._blobs[name] = blob
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Compare and replace under a lock."""
@@ -43,17 +84,19 @@ class MemoryBackend(Backend):
             blob = self._blobs.get(name)
             if was != (None if blob is None else blob.head):
                 return False
-            self.put(name, [content])
+            self._keep(name, bytearray(content))
             return True
 
     def delete(self, name: str) -> None:
         """Drop it; open blobs keep their memory."""
-        self._blobs.pop(name, None)
+        with self._lock:
+            self._blobs.pop(name, None)
 
     def listing(self, prefix: str) -> Iterator[Stored]:
         """List the names of this moment."""
-        blobs = self._blobs.copy()
-        return (Stored(name, blob.nbytes, blob.put) for name, blob in blobs.items() if name.startswith(prefix))
+        with self._lock:
+            blobs = self._blobs.copy()
+        return (Stored(name, blob.nbytes, blob.used) for name, blob in blobs.items() if name.startswith(prefix))
 
     @contextmanager
     def writing(self) -> Iterator[None]:

@@ -150,6 +150,9 @@ def test_a_store_without_an_id_is_one_too(make, mount, before):
     shutil.rmtree(mount)
     with pytest.raises(StoreUnreachableError, match=f"{GONE}; to start anew, delete {mount.with_name('two')}"):
         list(store.keys())
+    make("stranger").put(key(2), cache(2))  # it has an id
+    with pytest.raises(StoreUnreachableError, match="another store than before"):
+        list(make("two").keys())
 
 
 def test_a_new_tenant_makes_no_store_on_an_empty_mount_point(tmp_path, mount):

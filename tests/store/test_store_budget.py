@@ -4,10 +4,11 @@ import os
 import time
 
 import pytest
-from reading import cache, key
+from reading import assert_holds, cache, in_threads, key
 
 from blend.errors import StoreError
 from blend.store import open_store
+from blend.store.backend import pin_cache
 
 
 @pytest.fixture
@@ -112,3 +113,33 @@ def test_two_stores_of_one_folder_keep_the_budget_together(tmp_path, size):
         # Each may have written a sixteenth more before it hears of the other.
         assert stores[0].stats().nbytes <= 20 * size * (1 + 3 / 16)
     assert len(numbers(stores[0], 100)) >= 15
+
+
+def test_a_store_in_memory_keeps_its_budget(size):
+    store = open_store("memory:", budget_bytes=int(3.5 * size))
+    store.write_artifact("map", bytes(10 * size))
+    pin_cache(store.backend, key(0).digest, on=True)
+    for number in range(4):
+        store.put(key(number), cache(number))
+    assert numbers(store, 9) == [0, 2, 3]
+    store.open(key(2)).close()
+    store.put(key(4), cache(4))
+    assert numbers(store, 9) == [0, 2, 4]
+    assert_holds(store, key(2), cache(2))
+    assert store.backend.evictions == 2
+    assert store.read_artifact("map") == bytes(10 * size)
+    with pytest.raises(StoreError, match="raise the budget"):
+        store.put(key(5), cache(5, tokens=40))
+    assert numbers(store, 9) == [0, 2, 4]
+
+
+def test_threads_that_use_a_store_in_memory_miss_nothing(size):
+    store = open_store("memory:", budget_bytes=100 * size)
+    store.put(key(1), cache(1))
+
+    def use(_):
+        for _ in range(200):
+            store.open(key(1)).close()
+            assert list(store.keys()) == [key(1)]
+
+    in_threads(4, use)
