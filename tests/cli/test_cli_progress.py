@@ -221,8 +221,12 @@ def test_a_bar_stays_while_a_library_is_silenced(clock, on_terminal):
 
 def test_an_error_ends_the_bar_and_gives_the_cursor_back(clock, on_terminal):
     terminal = on_terminal()
-    with pytest.raises(KeyboardInterrupt):
-        half_way(clock, between=lambda: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            half_way(clock, between=lambda: signal.raise_signal(signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not isinstance(sys.stderr, type(console.errors))
     note("interrupted")
     shown = shown_by(terminal)

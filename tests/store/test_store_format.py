@@ -1,6 +1,7 @@
 """The files of today's format, byte for byte: an entry that was written once is read by every later version."""
 
 import hashlib
+import json
 from dataclasses import replace
 
 import pytest
@@ -21,14 +22,12 @@ WRITTEN = {
         "artifacts/map-1": "d1f0583d62ce305f78247329",
         "namespaces/abc.json": "aa341445f1cfa0ba0723a5e0",
         f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "9fbc516e28bab9b36ffc4ac7",
-        "store.json": "4fbb240b7023449d48f969f0",
     },
     ("bfloat16", b"sixteen bytes at least"): {
         "artifacts/map-1": "2428333122ee43fd0e72e6a2",
         "namespaces/abc.json": "aa341445f1cfa0ba0723a5e0",
         f"objects/{KEY.namespace}/{KEY.digest[:2]}/{KEY.digest}.safetensors": "67f4e76b86549baf4f212e4c",
         "sealed": "8137ec16709f4fd4c04ab3a2",
-        "store.json": "4fbb240b7023449d48f969f0",
     },
 }
 
@@ -53,6 +52,9 @@ def test_every_file_is_written_as_before(tmp_path, codec, secret):
     files = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*") if path.is_file()}
     assert files.pop(".swapping", None) is None or secret  # a lock of whoever says first that the store is sealed
     assert len(files.pop("generation").read_bytes()) == 32
+    manifest = json.loads(files.pop("store.json").read_bytes())
+    assert len(bytes.fromhex(manifest.pop("id"))) == 16  # tells it from other stores
+    assert manifest == {"kind": "kvblend store", "format": 1}
     assert {name: hashlib.sha256(path.read_bytes()).hexdigest()[:24] for name, path in files.items()} == WRITTEN[
         codec, secret
     ]
