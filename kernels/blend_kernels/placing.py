@@ -58,9 +58,8 @@ def place_layer(
     # a cache of no width may have any shape
     keys = keys if shape.key_width else values
     values = values if shape.value_width else keys
-    if shape.key_width and shape.value_width:
-        check_states("values", values, (keys.dtype,), keys.device)
-        check_shape("values", values, (*keys.shape[:-3], *values.shape[-3:]))
+    check_states("values", values, (keys.dtype,), keys.device)
+    check_shape("values", values, (*keys.shape[:-3], *values.shape[-3:]))
     if any(other != shape for other in _layers_from(table, layer, keys)):
         raise ValueError(f"{keys.shape[0]} layers from layer {layer} on do not exist, or have several shapes")
     if gain is not None:

@@ -206,7 +206,7 @@ def test_padded_rows_alone_are_zeros_and_give_no_mass(
 )
 def test_attention_that_keys_receive(shape, rule, peak, backend, device, poisoned):
     addresses, caches = make_caches(device, **shape)
-    positions = padded(torch.arange(40, 63), 64).to(device)
+    positions = padded(torch.tensor([0, *range(41, 63)]), 64).to(device)
     first = torch.zeros_like(positions)
     q = make_queries(64, device, **shape)
     visible = [states[:, :, :63] for states in caches[0][LAYER]]

@@ -445,6 +445,7 @@ def test_writes(changed, message):
 NOWHERE = [
     ([69, -1, 5, 130, -1], [0, 0, 2, 1, -1], r"positions of request 1 must lie in \[0, 130\), got 130"),
     ([69, -1, 5, 9, -1], [0, 0, 2, 3, -1], "request 3 has no cache"),
+    ([0, -1, 5, 9, -1], [3, 0, 2, 0, -1], "request 3 has no cache"),
     ([69, -1, 5, 9, -1], [0, 0, 2, 4, -1], "request 4 has no cache"),
     ([69, -1, 5, 9, -1], [0, 0, -1, 1, -1], "request -1 has no cache"),
 ]
@@ -476,6 +477,8 @@ def test_many_rows_of_several_prompts():
     positions = torch.arange(17)
     with refused("more than 16 rows must be of one request, got 2"):
         attend(addresses, make_queries(17, "cpu"), positions, (positions < 3).long(), "torch")
+    with refused("got 2"):  # position 0 counts, too
+        attend(addresses, make_queries(17, "cpu"), positions, (positions < 1).long(), "torch")
     padded = torch.where(positions < 3, -1, positions)  # a padded row is of no request
     attend(addresses, make_queries(17, "cpu"), padded, (positions < 3).long(), "torch")
     attend(addresses, make_queries(16, "cpu"), positions[:16], (positions < 3).long()[:16], "torch")

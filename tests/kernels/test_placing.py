@@ -269,6 +269,14 @@ def test_layers_may_be_placed_in_inference_mode_and_outside(device):
     place_layer(table, 1, *caches, *turns, backend="torch")
 
 
+def test_a_chunk_on_its_device_is_itself_and_elsewhere_a_copy():
+    chunk, _ = make_chunk(ChunkShape((LayerShape(2, 8, 2, 8),), BF16, "int8"), 9)
+    assert chunk.to("cpu") is chunk
+    copy = chunk.to("meta")
+    assert copy.keys[0].is_meta
+    assert (copy.tokens, copy.groups, copy.keys[0].shape) == (9, chunk.groups, chunk.keys[0].shape)
+
+
 def test_a_plain_chunk_is_one_tensor():
     shape = ChunkShape((LayerShape(2, 8, 2, 8),) * 3, BF16)
     chunk = ChunkKV(shape, 5, torch.zeros(shape.nbytes(5), dtype=torch.uint8))

@@ -20,12 +20,13 @@ PATTERNS = {
 }
 
 
+@pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("keys", [1100, 2051])
-def test_few_rows_on_many_threads_cut_the_keys(rows, keys, monkeypatch):
+def test_few_rows_on_many_threads_cut_the_keys(rows, keys, batch, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    q = torch.randn(1, 6, rows, 16)
-    k, v = (torch.randn(1, keys + 50, 2, 16).transpose(1, 2)[:, :, :keys] for _ in "kv")
+    q = torch.randn(batch, 6, rows, 16)
+    k, v = (torch.randn(batch, keys + 50, 2, 16).transpose(1, 2)[:, :, :keys] for _ in "kv")
     check(q, k, v, torch.arange(keys - rows, keys))
 
 
