@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from blend.store.backend import CACHES, Backend, Blob, Buffer, Found, Stored, key_of, pinned, require_budget
 
@@ -31,9 +32,9 @@ class MemoryBackend(Backend):
         require_budget(budget_bytes)
         self._budget = budget_bytes
         self._evictions = 0
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._writing = threading.Lock()
-        self._blobs: dict[str, MemoryBlob] = {}  # the least recently used first
+        self._blobs: dict[str, MemoryBlob] = {}
 
     @property
     def evictions(self) -> int:
@@ -42,8 +43,7 @@ class MemoryBackend(Backend):
 
     def open_many(self, names: Sequence[str]) -> list[Found]:
         """The bytes that were put."""
-        with self._lock:
-            return [self._blobs.get(name) for name in names]
+        return [self._blobs.get(name) for name in names]
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Keep a copy in one piece, then evict."""
@@ -54,7 +54,6 @@ class MemoryBackend(Backend):
             self._keep(name, content)
 
     def _keep(self, name: str, content: bytearray) -> None:
-        self._blobs.pop(name, None)
         self._blobs[name] = MemoryBlob(memoryview(content))
         if self._budget is not None and name.startswith(CACHES):
             self._make_room(self._budget, name)
@@ -62,21 +61,19 @@ class MemoryBackend(Backend):
     def _make_room(self, budget: int, newest: str) -> None:
         """Drop the least recently used caches, but not the newest."""
         pins = pinned(self) | self.spared()
-        sizes = {name: blob.nbytes for name, blob in self._blobs.items() if name.startswith(CACHES)}
-        total = sum(sizes.values())
-        for name, nbytes in sizes.items():
-            if total > budget and name != newest and key_of(name).digest not in pins:
-                del self._blobs[name]
-                total -= nbytes
+        caches = list(self.listing(CACHES))
+        total = sum(cache.nbytes for cache in caches)
+        for cache in sorted(caches, key=attrgetter("used")):
+            if total > budget and cache.name != newest and key_of(cache.name).digest not in pins:
+                self.delete(cache.name)
+                total -= cache.nbytes
                 self._evictions += 1
 
     def touch(self, name: str) -> None:
-        """Move it behind the others."""
-        with self._lock:
-            blob = self._blobs.pop(name, None)
-            if blob is not None:
-                blob.used = time.time()
-                self._blobs[name] = blob
+        """Set its time of last use to now."""
+        blob = self._blobs.get(name)
+        if blob is not None:
+            blob.used = time.time()
 
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Compare and replace under a lock."""
@@ -89,13 +86,11 @@ class MemoryBackend(Backend):
 
     def delete(self, name: str) -> None:
         """Drop it; open blobs keep their memory."""
-        with self._lock:
-            self._blobs.pop(name, None)
+        self._blobs.pop(name, None)
 
     def listing(self, prefix: str) -> Iterator[Stored]:
         """List the names of this moment."""
-        with self._lock:
-            blobs = self._blobs.copy()
+        blobs = self._blobs.copy()
         return (Stored(name, blob.nbytes, blob.used) for name, blob in blobs.items() if name.startswith(prefix))
 
     @contextmanager
