@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from _load import Sample
+from _load import Request, Sample, ask, client_of
 from _results import Row
 
 SEED = 0
+PIECES_BEFORE = 12  # of every answer, before others are prefilled
 MARGIN = 1024  # tokens of a prompt around its passages and its answer
 
 
@@ -27,6 +33,61 @@ def together(samples: Sequence[Sample]) -> Row:
         return {"errors": [], "tokens_per_s": None}
     tokens = sum(count * sample.tokens / len(sample.pieces_s) for count, sample in zip(counts, samples, strict=True))
     return {"errors": [], "tokens_per_s": tokens / (stop - start)}
+
+
+async def stall(url: str, answers: Sequence[Request], prompts: Sequence[Request], drain_s: float) -> Row:
+    """How long running answers wait for their next token while prompts come one after another.
+
+    The answers are cut off once each has a piece of text behind the last prompt, or `drain_s` seconds after it.
+    """
+    async with client_of(url) as client:
+        start = time.perf_counter()
+        samples = [Sample(0.0) for _ in answers]
+        pairs = zip(answers, samples, strict=True)
+        tasks = [asyncio.create_task(ask(client, request, sample, start)) for request, sample in pairs]
+
+        async def reached(after_s: float, pieces: int) -> None:
+            """Wait until every answer that still runs has so many pieces of text after this moment."""
+            while any(
+                sum(moment > after_s for moment in sample.pieces_s) < pieces and not task.done()
+                for sample, task in zip(samples, tasks, strict=True)
+            ):
+                await asyncio.sleep(0.01)
+
+        await reached(0.0, 1)
+        await reached(time.perf_counter() - start, PIECES_BEFORE)
+        begin_s = time.perf_counter() - start
+        prefills = [await ask(client, prompt, Sample(time.perf_counter() - start), start) for prompt in prompts]
+        end_s = time.perf_counter() - start
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reached(end_s, 1), drain_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return stalls(samples, prefills, begin_s, end_s)
+
+
+def stalls(samples: Sequence[Sample], prefills: Sequence[Sample], begin_s: float, end_s: float) -> Row:
+    """Gaps between pieces of running answers: before `begin_s`, and from then to `end_s`, while others are prefilled.
+
+    Gaps before the last answer has its first piece belong to neither: answers are prefilled then, too. The times are None where
+    an answer ended before others were prefilled.
+    """
+    settled_s = max((sample.pieces_s[0] for sample in samples if sample.pieces_s), default=0.0)
+    before: list[float] = []
+    meanwhile: list[float] = []
+    stalled = 0
+    for sample in samples:
+        gaps = [(start, stop) for start, stop in pairwise(sample.pieces_s) if start >= settled_s]
+        before += [stop - start for start, stop in gaps if stop <= begin_s]
+        overlapping = [stop - start for start, stop in gaps if stop > begin_s and start < end_s]
+        meanwhile += overlapping
+        stalled += bool(overlapping)
+    errors = [sample.error for sample in (*samples, *prefills) if sample.error]
+    row: Row = {"answers": len(samples), "prefills": len(prefills), "errors": errors}
+    if not before or stalled < len(samples):
+        return row | {"before_s": None, "median_s": None, "longest_s": None}
+    return row | {"before_s": median(before), "median_s": median(meanwhile), "longest_s": max(meanwhile)}
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

@@ -3,12 +3,14 @@
 import json
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from commands import main, output
 
 import _load
 import _servers
+import _serving
 from _load import Corpus, Passage, Sample
 
 NAMES, RATES = ("blend", "blend --full"), (4.0, 6.0)
@@ -16,7 +18,7 @@ NAMES, RATES = ("blend", "blend --full"), (4.0, 6.0)
 
 def test_one_command_measures_all_servers(tmp_path):
     file = tmp_path / "r.json"
-    printed = output("bench_serve", "--json", file, "--tiny")
+    printed = output("bench_serve", "--json", file, "--tiny", "--picture", tmp_path / "serve.png")
     assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in printed
     held = json.loads(file.read_text())
     rows = {(row["server"], row["rate"]): row["samples"] for row in held["load"]}
@@ -33,6 +35,18 @@ def test_one_command_measures_all_servers(tmp_path):
         computed = [sum(one["figures"]["rows_computed"] for one in samples) for samples in (ours, full)]
         assert computed[0] < computed[1], "the latter reuses common beginnings only"
     assert held["machine"]["versions"]["kvblend"]
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+    stalls = {row["server"]: row for row in held["stall"]}
+    assert list(stalls) == list(NAMES)
+    assert all((row["answers"], row["prefills"], row["errors"]) == (2, 2, []) for row in stalls.values())
+    assert all(row["longest_s"] >= row["median_s"] > 0 and row["before_s"] > 0 for row in stalls.values())
+
+
+class Asked(NamedTuple):
+    """What a server that is not real is asked."""
+
+    at_s: float
+    body: dict[str, int]
 
 
 @pytest.fixture
@@ -43,11 +57,15 @@ def started(monkeypatch):
     @contextmanager
     def running(server, log):
         names.append(server.name)
-        yield SimpleNamespace(server=server, url="", words=lambda asked: asked)
+        yield SimpleNamespace(server=server, url="", words=lambda question: Asked(question.at_s, {}))
 
     async def answered(url, plan, *_):
         late = 30.0 if names[-1] == "blend --full" else 1.0
         return [Sample(one.at_s, pieces_s=[one.at_s + late], tokens=1, done_s=one.at_s + late) for one in plan]
+
+    async def stall(url, answers, prompts, drain_s):
+        times = {"before_s": 0.1, "median_s": 0.2, "longest_s": 0.3}
+        return {"answers": len(answers), "prefills": len(prompts), "errors": [], **times}
 
     corpus = Corpus(tuple(Passage(f"title {number}", "text", 48) for number in range(9)), ("why?",))
     monkeypatch.setattr(_load, "tiny_model", lambda folder: folder)
@@ -55,6 +73,7 @@ def started(monkeypatch):
     monkeypatch.setattr(_servers, "running", running)
     for name in ("open_loop", "one_by_one"):
         monkeypatch.setattr(_load, name, answered)
+    monkeypatch.setattr(_serving, "stall", stall)
     return names
 
 
