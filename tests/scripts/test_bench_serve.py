@@ -12,7 +12,8 @@ import transformers
 import _load
 from _load import UNFINISHED, Corpus, Passage, Request, Sample, TimedQuestion, Traffic, arrivals, open_loop, zipf
 from _servers import Vllm
-from _serving import capacity, summary, together
+from _serving import capacity, stall, stalls, summary, together
+from _serving_picture import write_picture
 from blend.config import PromptConfig
 from tests.tiny_model import save_tiny_model
 
@@ -102,6 +103,71 @@ def test_tokens_per_second_count_only_while_all_run():
     assert together([early, late])["tokens_per_s"] == pytest.approx(3.0), "from 10 to 30 s"
     assert together([early, last])["tokens_per_s"] is None, "two pieces are too few"
     assert together([early, Sample(0, error="429: full")]) == {"errors": ["429: full"], "tokens_per_s": None}
+
+
+def pieces(*moments):
+    return Sample(0.0, pieces_s=list(moments), tokens=len(moments))
+
+
+def test_gaps_of_running_answers_before_and_while_others_are_prefilled():
+    """Prefills last from 10 to 14 s; gaps before the second answer began are of its own prefill."""
+    first = pieces(1, 5, 6, 7, 8, 9, 10, 13, 14, 20)
+    second = pieces(5, 6, 7, 8, 9, 10, 12, 14, 15)
+    assert stalls([first, second], [pieces(11)], 10.0, 14.0) == {
+        "answers": 2, "prefills": 1, "errors": [], "before_s": 1, "median_s": 2, "longest_s": 3,
+    }  # fmt: skip
+
+
+def test_an_answer_that_ended_before_others_were_prefilled_leaves_no_times():
+    row = stalls([pieces(1, 2, 3), pieces(1, 2, 9, 12)], [Sample(8.0, error="429: full")], 8.0, 10.0)
+    assert (row["before_s"], row["median_s"], row["longest_s"], row["errors"]) == (None, None, None, ["429: full"])
+
+
+def test_prompts_come_once_all_answers_run_which_are_cut_off_behind_them(monkeypatch):
+    """A server whose answers have a piece each 5 ms without end; a prefill stops them all for 0.2 s."""
+    free = asyncio.Event()
+    free.set()
+
+    async def endless(count):
+        for _ in range(count):
+            await asyncio.sleep(0.005)
+            await free.wait()
+            yield b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+        yield b'data: {"choices": [], "usage": {"completion_tokens": 1, "prompt_tokens": 1}}\n\n'
+
+    async def answer(request):
+        if json.loads(request.content)["max_tokens"] > 1:
+            return httpx.Response(200, content=endless(100_000))
+        free.clear()
+        await asyncio.sleep(0.2)
+        free.set()
+        return httpx.Response(200, content=endless(1))
+
+    def client_of(url):
+        return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url=url)
+
+    monkeypatch.setattr("_serving.client_of", client_of)
+    answers, prompts = ([Request("/", {"max_tokens": tokens})] * count for tokens, count in ((1000, 3), (1, 2)))
+    row = asyncio.run(stall("http://127.0.0.1:1", answers, prompts, 20))
+    assert (row["answers"], row["prefills"], row["errors"]) == (3, 2, [])
+    assert row["before_s"] < 0.2 <= row["longest_s"]
+
+
+def load_row(name, rate, p95):
+    times = {"p50": 0.1, "p95": p95, "p99": p95}
+    counts = {"completed_per_s": rate, "in_time_per_s": rate}
+    return {"server": name, "rate": rate, "ttft_s": times, "tpot_p50_s": 0.1, "gap_p99_s": 0.2, **counts}
+
+
+def test_the_picture_names_its_servers_and_is_the_same_for_the_same_rows(tmp_path):
+    """Also where a first token never came, and with one rate alone."""
+    rows = [load_row("blend", 2.0, 0.5), load_row("blend", 1.0, 0.2), load_row("blend --full", 1.0, None)]
+    for name in ("a.svg", "b.svg"):
+        write_picture(rows, [2.0, 4.0], "a model of $5 and $6", "a machine", tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    assert all(f"<!-- {label} -->" in text for label in ("blend", "a model of $5 and $6", "a machine"))
+    assert "first token within 2 s" in text
 
 
 def answering(monkeypatch, delay):
