@@ -43,14 +43,16 @@ def _draw(rows: Sequence[Row], slos: Sequence[float], title: str, about: str) ->
     first, answers, pace = figure.subplots(1, 3)
     _lines(first, rows, lambda row: row["ttft_s"]["p95"], lambda row: row["ttft_s"]["p50"])
     first.set(yscale="log", title="time to first token: p95, dashed p50", ylabel="seconds")
+    first.yaxis.set_major_formatter("{x:g}")  # powers would be written in TeX
     for slo in slos:
         first.axhline(slo, color=_GREY, linewidth=0.8, linestyle=":")
     _lines(answers, rows, lambda row: row["in_time_per_s"], lambda row: row["completed_per_s"])
     answers.set(title=f"answers: first token within {slos[0]:g} s, dashed all", ylabel="a second")
+    answers.set_ylim(bottom=0)
     ends = [0.0, max(row["rate"] for row in rows)]
     answers.plot(ends, ends, color=_GREY, linewidth=0.8, linestyle=":")
     _lines(pace, rows, lambda row: row["gap_p99_s"], lambda row: row["tpot_p50_s"])
-    pace.set(title="gap between tokens: p99, dashed median per token", ylabel="seconds", ylim=(0, None))
+    pace.set(title="gap p99, dashed median per token", ylabel="seconds", ylim=(0, None))
     for axes in (first, answers, pace):
         axes.set_xlabel("requests a second that come")
         axes.grid(alpha=0.25)

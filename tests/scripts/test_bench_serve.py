@@ -168,6 +168,7 @@ def test_the_picture_names_its_servers_and_is_the_same_for_the_same_rows(tmp_pat
     assert text == (tmp_path / "b.svg").read_text()
     assert all(f"<!-- {label} -->" in text for label in ("blend", "a model of $5 and $6", "a machine"))
     assert "first token within 2 s" in text
+    assert "mathdefault" not in text
 
 
 def answering(monkeypatch, delay):
