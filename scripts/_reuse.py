@@ -2,7 +2,9 @@
 
 Each request goes to both, in one process; only the first goes on learning. reused: tokens of recurring text that were not
 computed but taken from caches (recomputed rows included), as a share of all recurring text. The other figures are of requests
-all of whose text but the end is known: TTFT is a median, times that of its sum. KL is to full prefill of the same prompt.
+all of whose text but the end is known: TTFT is a median, times that of its sum. moved: the share of rows that an earlier prompt
+had elsewhere. KL is to full prefill of the same prompt, over an answer: of the prompt blended from caches, and "served", by the
+rows that the server itself has of it, moved ones among them.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from _results import Results, Row, markdown, measure_and_show, say
 
 if TYPE_CHECKING:
     from blend.layout import PromptLayout
-    from blend.prefill.blender import Blender
+    from blend.prefill.blender import Blend, Blender
     from blend.rag import Rag
+    from blend.serve.engine.prefixes import PrefixCache
     from blend.serve.events import Started
     from blend.serve.prompt import Prompt
     from blend.serve.request import Message, Tools
@@ -91,6 +94,11 @@ class Arms:
             service.close()
 
     @property
+    def prefixes(self) -> PrefixCache:
+        """Of the server that blends: the rows of its prompts."""
+        return self._services[False].engine.prefixes
+
+    @property
     def rag(self) -> Rag:
         """Of the server that blends."""
         return self._services[False].tenant("").rag()
@@ -131,13 +139,36 @@ def reused(prompt: Prompt, started: Started) -> int:
     return len(rows - set(range(layout.shared_prefix_rows)))
 
 
-def distance(blender: Blender, layout: PromptLayout) -> float:
-    """KL of the blended prompt to full prefill, over the answer's tokens."""
-    from blend.compare import Reference
-    from blend.model.decoder import full_prefill
+class Distances(NamedTuple):
+    """KL of a prompt to full prefill, over the answer's tokens. served: None where the server has no rows of it any more."""
 
-    full = Reference.of(full_prefill(blender.decoder, layout), layout, ANSWER_TOKENS)
-    return full.fidelity(blender.prefill(layout, room=ANSWER_TOKENS)).kl
+    blended: float
+    served: float | None
+
+    @classmethod
+    def of(cls, layout: PromptLayout, blender: Blender, prefixes: PrefixCache) -> Distances:
+        """Of the prompt blended from caches, and of its rows in the server's prefix cache."""
+        from blend.compare import Reference
+        from blend.model.decoder import full_prefill
+
+        full = Reference.of(full_prefill(blender.decoder, layout), layout, ANSWER_TOKENS)
+        blended = full.fidelity(blender.prefill(layout, room=ANSWER_TOKENS)).kl
+        served = prefill_behind_served(layout, blender, prefixes)
+        return cls(blended, None if served is None else full.fidelity(served).kl)
+
+
+def prefill_behind_served(layout: PromptLayout, blender: Blender, prefixes: PrefixCache) -> Blend | None:
+    """The prompt by the rows that the server has of it, wherever these come from; only its last row is computed."""
+    from blend.model.passes import run_steps
+
+    last = layout.rows - 1
+    goes_on = (*layout.token_ids, layout.token_ids[-1])  # the cache finds a prompt where another goes on behind it
+    prefix = prefixes.find("", goes_on)
+    if prefix is None or prefix.cache.tokens < last:
+        return None
+    rows = prefix.cache.rows(0, last)
+    steps = blender.steps(layout.behind(last).all_plain(), room=ANSWER_TOKENS, known=rows)
+    return run_steps(steps, lambda request: blender.decoder.prefill([request]))
 
 
 class Case(NamedTuple):
@@ -150,7 +181,8 @@ class Case(NamedTuple):
 
 def measured(arms: Arms, name: str, requests: Sequence[Asked], counted: int, kl_records: int) -> Row:
     """The figures of one case."""
-    shares, kl = list[float](), list[float]()
+    shares = list[float]()
+    distances = list[Distances]()
     pairs = list[tuple[Any, Any]]()
     rag = arms.rag
     for number, question in enumerate(requests):
@@ -160,15 +192,20 @@ def measured(arms: Arms, name: str, requests: Sequence[Asked], counted: int, kl_
             shares.append(min(1.0, reused(prompt, started) / rag.template.count(question.recurring)))
         if question.known:
             pairs.append((figures, arms.ask(question, full=True)[1].figures))
-            if len(kl) < kl_records:
-                kl.append(distance(rag.blender, prompt.layout))
+            if len(distances) < kl_records:
+                distances.append(Distances.of(prompt.layout, rag.blender, arms.prefixes))
         say(f"{name} {number + 1} of {len(requests)}: {figures.rows} rows, {figures.rows_computed} computed")
     row: Row = {"requests": len(requests), "reused": mean(shares), "least": min(shares)}
     for arm, of_arm in zip(("blended", "prefixes"), zip(*pairs, strict=True), strict=False):
         seconds = [figures.ttft_s for figures in of_arm]
         computed = sum(figures.rows_computed for figures in of_arm) / sum(figures.rows for figures in of_arm)
         row[arm] = {"computed": computed, "ttft_s": median(seconds), "sum_s": sum(seconds)}
-    return row | ({"kl": mean(kl)} if kl else {})
+    if pairs:
+        row["moved"] = sum(figures.rows_moved for figures, _ in pairs) / sum(figures.rows for figures, _ in pairs)
+    if distances:
+        row["kl"] = mean(distance.blended for distance in distances)
+    served = [distance.served for distance in distances if distance.served is not None]
+    return row | ({"kl_served": mean(served)} if served else {})
 
 
 def table(results: Results) -> Iterator[str]:
@@ -181,10 +218,10 @@ def table(results: Results) -> Iterator[str]:
             line += [f"{arm['computed']:.0%}", f"{arm['ttft_s']:.2f} s"]
         if arms:
             line.append(f"{arms[1]['sum_s'] / arms[0]['sum_s']:.1f}")
-        if "kl" in row:
-            line.append(f"{row['kl']:.3f}")
+            line.append(f"{row['moved']:.0%}" if "moved" in row else None)  # an older file has none
+        line += [f"{row[name]:.2g}" for name in ("kl", "kl_served") if name in row]
         lines.append(line)
-    heads = "case | requests | reused | least | computed | TTFT | by prefixes: computed | TTFT | times | KL"
+    heads = "case | requests | reused | least | computed | TTFT | by prefixes: computed | TTFT | times | moved | KL | KL served"
     return markdown(heads, lines)
 
 

@@ -17,7 +17,7 @@ def measured(folder, script, **options):
     """The rows of all cases, after --show has shown each of them."""
     file = folder / "r.json"
     small = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-    given = (script, "--json", file, "--model", tiny(folder), "--kl-records", 1, *small)
+    given = (script, "--json", file, "--model", tiny(folder), "--kl-records", 2, *small)
     output(*given)
     shown = output(*given, "--show")
     rows = {row["case"]: row for row in json.loads(file.read_text())["reuse"]}
@@ -43,6 +43,11 @@ def test_text_behind_edits_is_reused(tmp_path):
     # In bfloat16 many rows of random weights change with the clock; one turn more is then computed.
     assert header["reused"] >= 0.6
     assert header["prefixes"]["computed"] > 0.9 > 0.6 > header["blended"]["computed"]
+    # Rows that moved were computed behind another clock; by caches of the text apart the distance is greater.
+    assert header["moved"] > 0.5
+    assert 1e-8 < header["kl_served"] < header["kl"]
     # Behind dropped results everything is computed.
     compaction = rows["compaction"]
+    assert compaction["moved"] == 0.0
+    assert compaction["kl_served"] < 1e-8
     assert compaction["blended"]["computed"] <= compaction["prefixes"]["computed"] + 0.01
