@@ -95,11 +95,13 @@ class Tree:
 
     Args:
         root: Its folder, with `pyproject.toml`.
+        sources: Its files whose lines are traced.
         work: A folder for logs and what the tests write.
     """
 
-    def __init__(self, root: Path, work: Path) -> None:
+    def __init__(self, root: Path, sources: Collection[str], work: Path) -> None:
         self.root = root
+        self.sources = sources
         self.work = work
         self._journal = work / "mutated.json"
         work.mkdir(parents=True, exist_ok=True)
@@ -128,7 +130,7 @@ class Tree:
         return coverage if coverage.tests else None
 
     def _traced(self, file: str, store: Path) -> int:
-        tracer = _Tracer(self.root)
+        tracer = _Tracer(self.root, self.sources)
         code = self._pytest([file], tracer)
         tracer.coverage.modules = sorted(name for name, module in sys.modules.items() if self._is_library(name, module))
         draft = store.with_suffix(".draft")
@@ -249,26 +251,16 @@ class Tree:
 
 
 class _Tracer:
-    """A pytest plugin that notes the lines of the tree's files that each test runs."""
+    """A pytest plugin that notes the lines of the sources that each test runs."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, sources: Collection[str]) -> None:
         self.coverage = FileCoverage()
-        self._root = str(root) + os.sep
-        self._tests_folder = str(root / "tests") + os.sep
         self._lines = self.coverage.shared
-        self._paths: dict[str, str] = {}
-
-    def _path(self, filename: str) -> str:
-        """Of a file of the tree that is no test; an empty text for others."""
-        path = self._paths.get(filename)
-        if path is None:
-            inside = filename.startswith(self._root) and not filename.startswith(self._tests_folder)
-            path = self._paths[filename] = filename.removeprefix(self._root) if inside else ""
-        return path
+        self._paths = {str(root / path): path for path in sources}
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        path = self._path(frame.f_code.co_filename)
-        if not path:
+        path = self._paths.get(frame.f_code.co_filename)
+        if path is None:
             return None
         self._lines[path].add(frame.f_lineno)
         return self._trace_line
