@@ -111,7 +111,7 @@ def pieces(*moments):
 
 def test_gaps_of_running_answers_before_and_while_others_are_prefilled():
     """Prefills last from 10 to 14 s; gaps before the second answer began are of its own prefill."""
-    first = pieces(1, 5, 6, 7, 8, 9, 10, 13, 14, 20)
+    first = pieces(*(tenth / 10 for tenth in range(10, 50)), 5, 6, 7, 8, 9, 10, 13, 14, 20)
     second = pieces(5, 6, 7, 8, 9, 10, 12, 14, 15)
     assert stalls([first, second], [pieces(11)], 10.0, 14.0) == {
         "answers": 2, "prefills": 1, "errors": [], "before_s": 1, "median_s": 2, "longest_s": 3,
