@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -31,7 +32,7 @@ class FarPins:
 
     def __init__(self, far: Backend, near: Backend) -> None:
         self._far = far
-        self._near = near
+        self._near: Backend = weakref.proxy(near)  # which owns this: the far place's connections close with the store
         self._lock = threading.Lock()
         self._stale_at = float("-inf")
 

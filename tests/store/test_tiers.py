@@ -1,6 +1,8 @@
 """Several places as one store: where entries are read from, what is fetched once, and what becomes of a tier that fails."""
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -281,6 +283,20 @@ def test_a_bucket_that_refuses_is_no_miss_and_says_so(make, bucket, fault, words
             call()
     tell_bucket("")
     assert_holds(make(cache=None, hot=None), key(1), cache(1))
+
+
+def test_a_store_that_is_dropped_closes_its_connections_at_once(tmp_path):
+    address = f"{redis_address(0)}/{tmp_path.name}"
+    store = open_store(address, cache=tmp_path / "near", hot=redis_address(4))
+    assert store.generation == ""
+    places = [weakref.ref(place) for place in store.backend.tiers.values()]
+    assert len(places) == 3
+    gc.disable()
+    try:
+        del store
+        assert [place() for place in places] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def lose_everything(address):
