@@ -32,6 +32,23 @@ class _StoredRows(NamedTuple):
     kv: KV
 
 
+class _Leads(NamedTuple):
+    """What the layers held at these positions before the question's pass recomputed them."""
+
+    rows: Tensor
+    stored: dict[int, KV]
+
+    def as_stored(self, rows: Tensor, kv: KV, layer: int) -> KV:
+        """The KV at these sorted positions, at leads as it was before."""
+        earlier = self.stored.get(layer)
+        if earlier is None:
+            return kv
+        place = torch.searchsorted(self.rows, rows).clamp_max(self.rows.shape[0] - 1)
+        is_lead = (self.rows[place] == rows)[:, None]
+        keys, values = (torch.where(is_lead, old[:, :, place], new) for old, new in zip(earlier, kv, strict=True))
+        return keys, values
+
+
 class CorrectionCheck:
     """Compares stored, corrected and fresh KV of recomputed rows.
 
@@ -60,10 +77,20 @@ class CorrectionCheck:
         self._layers = sorted(set[int]().union(*self._checked))
         self._stored: dict[int, _StoredRows] = {}
         self._sample: Tensor | None = None
+        self._leads: _Leads | None = None
         assembly.on_placed = self._on_placed
 
+    def keep_leads(self, rows: Tensor) -> None:
+        """Take the sorted positions `[rows]` with stored KV that the question's pass recomputes, before it does."""
+        if self._gains and rows.shape[0]:
+            self._leads = _Leads(_spread(rows, MOST_ROWS).contiguous(), {})
+            placed = self._assembly.pending.start
+            self._take_leads([index for index in self._layers if index < placed])
+
     def choose(self, rows: Tensor, layer: int = 0) -> None:
-        """Take the sorted positions `[rows]` with stored KV that are recomputed from this layer on."""
+        """Take the sorted positions `[rows]` with stored KV that are recomputed from this layer on, besides kept leads."""
+        if self._leads is not None:
+            rows = torch.cat((rows, self._leads.rows)).sort().values
         if not self._gains or not rows.shape[0]:
             self._sample = None
             return
@@ -72,8 +99,16 @@ class CorrectionCheck:
         self._take([index for index in self._layers if layer <= index < placed])
 
     def _on_placed(self, layer: int) -> None:
-        if layer in self._layers:
-            self._take([layer])
+        if layer not in self._layers:
+            return
+        if self._sample is None:  # the question's pass runs
+            self._take_leads([layer])
+        self._take([layer])
+
+    def _take_leads(self, layers: list[int]) -> None:
+        if self._leads is not None and layers:
+            kvs = self._assembly.cache.gather(layers, self._leads.rows)
+            self._leads.stored.update(zip(layers, kvs, strict=True))
 
     def _take(self, layers: list[int]) -> None:
         """Take the sample of these layers, which are placed."""
@@ -81,7 +116,8 @@ class CorrectionCheck:
             return
         kvs = self._assembly.cache.gather(layers, self._sample)
         for layer, kv in zip(layers, kvs, strict=True):
-            self._stored[layer] = _StoredRows(self._sample, kv)
+            stored = kv if self._leads is None else self._leads.as_stored(self._sample, kv, layer)
+            self._stored[layer] = _StoredRows(self._sample, stored)
 
     def score(self) -> Tensor:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.

@@ -269,6 +269,7 @@ class Prefill:
         with self._watch.stage("select"):
             if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
                 self._question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
+                self._check.keep_leads(self._leads)  # they run with the question
                 self._restart_states(self._question.rows)
             else:
                 self._question = QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
@@ -305,8 +306,6 @@ class Prefill:
         if question is None or question.is_complete:
             return
         with self._watch.stage("select"):
-            if self.judge is not None and self.plan.whole_chunks:
-                self._check.choose(self._leads)
             # A shared pass runs the layers above the scored ones for nothing, but does not hold up answers. In the last layer
             # it shows only the rows whose logits are wanted.
             shows_all = question.last_layer < self._depth - 1
@@ -377,7 +376,7 @@ class Prefill:
     def _watch_recomputed(self, layer: int) -> None:
         """Have the check compare the rows with stored KV that are recomputed from this layer on."""
         rows = self._candidates
-        if self._leads.shape[0]:
+        if self._leads.shape[0] and self._question is None:
             rows = torch.cat((rows, self._leads)).sort().values
         self._check.choose(rows, layer)
 

@@ -12,6 +12,7 @@ from models import decoder
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
+from blend.eval.estimates import FixedRatio
 from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.prefill import blender as blender_module
@@ -220,3 +221,19 @@ def test_a_provisional_correction_does_not_replace_what_the_corpus_got_meanwhile
     monkeypatch.setattr(blender_module, "fit_corrections", slow)
     blender.calibrate(PREFIX, texts(*[14] * 8, seed=1), provisional=True)
     assert not blender.correction(PREFIX).provisional
+
+
+@pytest.mark.parametrize("ratio", [0.15, 0.4])
+@pytest.mark.parametrize(("judged", "most_rows"), [(False, None), (False, 16), (True, None), (True, 16)])
+@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1"])
+def test_a_map_is_judged_by_what_the_question_overwrites(name, judged, most_rows, ratio):
+    """With recurrent layers the leads of chunks run with the question, before the rows are chosen."""
+    chunks = texts(*[30] * 12)
+    blender = calibrated(chunks, name)
+    write_map(blender, scaled(blender.correction(PREFIX), 100))
+    config = BlendConfig("query_guided", ratio, quality=1.0 if judged else None)
+    if judged:
+        blender.estimators = FixedRatio(ratio)
+    layout = prompt(chunks[1], chunks[0], *chunks[2:6])
+    blend = prefill_in_steps(blender, layout, config=config, most_rows=most_rows)
+    assert any("the KV correction does not fit this prompt" in note for note in blend.notes)
