@@ -77,12 +77,15 @@ class StoreFiles:
         try:
             self._note_seen(store_id(self.root))
         except _MISSING:
-            if self._is_seen or (self._local is not None and self._local.read(_SEEN) is not None):
-                raise StoreUnreachableError(
-                    f"the store {self.root} is gone (there is no {MANIFEST} in it): mount its file system again{self._anew}"
-                ) from None
+            self._require_never_seen()
         except OSError as error:
             raise unusable(self.root, error, "read") from None
+
+    def _require_never_seen(self) -> None:
+        if self._is_seen or (self._local is not None and self._local.read(_SEEN) is not None):
+            raise StoreUnreachableError(
+                f"the store {self.root} is gone (there is no {MANIFEST} in it): mount its file system again{self._anew}"
+            )
 
     @property
     def _anew(self) -> str:
@@ -286,7 +289,7 @@ class MountedFiles(StoreFiles):
         """Raise `StoreUnreachableError` when the store is gone, or another one lies at its place."""
         current = self._current_id()
         if current is None:
-            super().require_present()
+            self._require_never_seen()
             return
         if self._expected is None:
             self._expected = self._remembered()
