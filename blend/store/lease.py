@@ -2,8 +2,8 @@
 
 The lock is a lease, which ends half a minute after the process that holds it. A process that slept for longer (a machine that
 was suspended, a network that was away) has lost it without knowing. So each write of the thread that holds it looks whose the
-lease is, and is refused if it is another's. Redis looks and writes in one step. Of a bucket the look is an exchange of its own,
-right before the write: a process that sleeps between the two, and for longer than the lease, may still write.
+lease is, and is refused if it is another's. Redis looks and writes in one step. A bucket is asked right before the write: a
+process that sleeps between the two, for longer than the lease, may still write.
 """
 
 from __future__ import annotations

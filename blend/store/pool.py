@@ -174,7 +174,7 @@ class ChunkPool:
         lease = Lease(frozenset(chunks))
         with self._lock:
             pooled = [*filter(self._order.__contains__, lease.chunks)]
-            deque(map(self._order.move_to_end, pooled), maxlen=0)
+            deque(map(self._order.move_to_end, pooled), maxlen=0)  # without a Python call for each chunk
             self._touched |= dict.fromkeys(pooled)
             self._leases.add(lease)
             return lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,9 +32,9 @@ class OverCaches(ScoringSelector):
     blender: Blender = field(kw_only=True)
     remembered: dict[PromptLayout, Tensor] = field(default_factory=dict, kw_only=True, compare=False)
 
+    @abstractmethod
     def scores(self, layout: PromptLayout, stored: BlendedCache) -> Tensor:
         """Scores of all rows, fp32 `[rows of the prompt]`. stored: the caches, corrected; its question rows may change."""
-        raise NotImplementedError
 
     @torch.inference_mode()
     def select(self, evidence: Evidence) -> Tensor:

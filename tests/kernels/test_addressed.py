@@ -133,8 +133,17 @@ def test_shapes(shape, kind, splits, backend, device, poisoned):
     check(*make(kind, device, **shape), backend, splits)
 
 
-@pytest.mark.parametrize(("kind", "splits"), [("decoding", 1), ("scattered", 3), ("decoding", 128)])
-@pytest.mark.parametrize("rule", RULES, ids=str)
+# More parts than there are keys to share: sixteen for every rule, and as many as there may be for some.
+PARTS = [("decoding", 1), ("scattered", 3), ("decoding", 16)]
+MOST_PARTS = [
+    ({}, "decoding", 128),
+    ({"window": 20, "sinks": torch.linspace(-2, 1, 4, device=DEVICE)}, "decoding", 128),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind", "splits"), [*((rule, *parts) for rule in RULES for parts in PARTS), *MOST_PARTS], ids=str
+)
 def test_rules_and_parts(rule, kind, splits, backend, device, poisoned):
     check(*make(kind, device), backend, splits, **rule)
 
