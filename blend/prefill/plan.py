@@ -143,6 +143,7 @@ def _cached(
         return has_cache, 0
     moved = np.zeros_like(has_cache)
     reached = -1  # the row of the earlier prompt behind the last place
+    seam = 0  # rows that are still to be computed; a place may be shorter
     for place, span in zip(layout.places, layout.chunk_spans, strict=True):
         if place.origin is not PlaceOrigin.MOVED:
             reached = -1
@@ -153,7 +154,10 @@ def _cached(
         if sound is not None:
             has_cache[start:stop] &= sound[place.first : place.first + span.length]
         if place.first != reached:
-            has_cache[start : min(start + SEAM, stop)] = False
+            seam = SEAM
+        computed = min(seam, span.length)
+        has_cache[start : start + computed] = False
+        seam -= computed
         reached = place.first + span.length
     return has_cache, int(np.count_nonzero(moved & has_cache))
 

@@ -243,6 +243,10 @@ def test_a_text_that_everybody_may_read_can_be_the_surrogate_context():
     assert now.surrogate == (given,)
     assert now.contextual.prefix_tokens == (*LAYOUT.prefix, *given)
     assert with_given_surrogate(now, given).generation == now.generation
+    other = with_given_surrogate(now, (6, 6, 7))
+    assert other.contextual.prefix_tokens == (*LAYOUT.prefix, 6, 6, 7), "caches behind the old text are not for it"
+    assert without_surrogate(other).contextual is None
+    now = with_given_surrogate(library, given)
     assert with_surrogate(now, corpus(), 27).surrogate == (given,)
     with pytest.raises(PromptError, match="empty"):
         with_given_surrogate(library, ())

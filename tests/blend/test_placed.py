@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import compress
 
+import numpy as np
 import pytest
 import torch
 from blends import REUSE, assert_kv, empty_blender, filled, prefill_in_steps
@@ -151,8 +152,11 @@ def moved(tokens: tuple[int, ...], first: int) -> Place:
 
 def prefilled(blender: Blender, layout: PromptLayout, edited: float = 0.0) -> Blend:
     """With the rows of the earlier prompt."""
-    rows = known_rows(dense_prefill(eager_model(blender.decoder.name), EARLIER).layers, len(EARLIER))
-    return prefill_in_steps(blender, layout, moved=MovedRows(rows, edited))
+    return prefill_in_steps(blender, layout, moved=MovedRows(rows_of_earlier(blender), edited))
+
+
+def rows_of_earlier(blender: Blender) -> ChunkCache:
+    return known_rows(dense_prefill(eager_model(blender.decoder.name), EARLIER).layers, len(EARLIER))
 
 
 @pytest.mark.parametrize("name", CORE)
@@ -212,3 +216,24 @@ def test_a_part_of_a_moved_place_goes_on_where_it_is() -> None:
     assert whole.behind(3) == moved(FIRST[3:], 8)
     assert whole.stored is None
     assert not whole.is_brought
+
+
+def test_rows_of_the_very_beginning_of_an_earlier_prompt_have_a_seam_too() -> None:
+    """They may stand behind other text now."""
+    layout = PromptLayout(EDITED, (moved(EARLIER[: len(HEADER)], 0), moved(FIRST, len(HEADER))), QUESTION)
+    blend = prefilled(empty_blender(config=BlendConfig("none")), layout)
+    first = layout.context.start
+    assert blend.selection.rows.tolist() == [*range(first, first + SEAM), *range(layout.context.stop, layout.rows)]
+
+
+def test_unsound_rows_are_computed_wherever_they_were() -> None:
+    """Which rows are sound is said by their places in the earlier prompt."""
+    layout = PromptLayout(EDITED, (moved(SECOND, len(HEADER) + len(FIRST)),), QUESTION)
+    blender = empty_blender(config=BlendConfig(ratio=0.5))
+    sound = np.ones(len(EARLIER), bool)
+    first_unsound = len(HEADER) + len(FIRST) + SEAM + 3
+    sound[first_unsound : first_unsound + 2] = False
+    blend = prefill_in_steps(blender, layout, moved=MovedRows(rows_of_earlier(blender), 0.1, sound))
+    start = layout.context.start
+    expected = [*range(start, start + SEAM), start + SEAM + 3, start + SEAM + 4]
+    assert blend.selection.rows.tolist() == [*expected, *range(layout.context.stop, layout.rows)]

@@ -141,10 +141,14 @@ def test_a_stored_estimator_is_used():
     assert not generous.notes
     strict = blender.prefill(LAYOUT, config=replace(ASKED, quality=1e-6))
     assert strict.quality.ratio == 1.0
+    # Selectors that do not look at the question have no signals.
+    deviating = BlendConfig(selector="hkvd")
+    of_deviation = blender.prefill(LAYOUT, config=replace(deviating, quality=0.05))
+    assert of_deviation.quality is None
+    assert "no quality is promised" in of_deviation.notes[0]
+    assert torch.equal(of_deviation.selection.rows, blender.prefill(LAYOUT, config=deviating).selection.rows)
     blender.store.write_artifact(name, b"damaged")
     assert blender.prefill(LAYOUT, config=ASKED).quality is None
-    # Selectors that do not look at the question have no signals.
-    assert blender.prefill(LAYOUT, config=BlendConfig(selector="hkvd", quality=0.05)).quality is None
 
 
 def test_what_an_estimator_can_show():

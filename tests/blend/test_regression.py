@@ -150,6 +150,8 @@ def test_position_features_by_hand():
     capped = position_features(layout, torch.tensor([5, 6, 8, 10]), before=1, length=4)
     assert torch.allclose(capped[:, 1], torch.tensor([2 / 1, 3 / 2, 5 / 4, 5 / 4]).log())
     assert torch.equal(capped[2], capped[3])
+    of_first = position_features(layout, torch.tensor([2, 4]))
+    assert torch.equal(of_first[:, 1:3], torch.zeros(2, 2)), "nothing stands before the first chunk"
 
 
 @pytest.mark.parametrize(
