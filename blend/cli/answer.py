@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from blend.cli import opening, options
-from blend.cli.console import ANSWER_KEEPS, errors, note, output, print_json, say, seconds, stream
+from blend.cli.console import ANSWER_KEEPS, note, output, print_json, say, seconds, silence_notes, stream
 from blend.cli.options import TEXT, number
 from blend.config import ANSWER_TOKENS
 from blend.errors import PromptError
@@ -43,7 +43,8 @@ def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_j
     question = (_typed() if question == "-" else question).strip()
     if not question:
         raise PromptError("the question is empty; ask something")
-    errors.quiet = quiet
+    if quiet:
+        silence_notes()
     opening.check(values, needs_corpus=True)
     rag = opening.open_rag(values)
     opening.note_caveats(rag)

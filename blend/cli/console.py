@@ -46,6 +46,16 @@ def note(message: str) -> None:
     errors.print(Text(visible(message)), soft_wrap=True)
 
 
+def silence_notes() -> None:
+    """Print no notes until the running command ends."""
+    errors.quiet = True
+    click.get_current_context().call_on_close(_resume_notes)
+
+
+def _resume_notes() -> None:
+    errors.quiet = False
+
+
 def read_text(path: Path, failure: type[BlendError]) -> str:
     """The text of a user's file, with a note if its encoding was detected. Raises `failure`, in one line."""
     try:

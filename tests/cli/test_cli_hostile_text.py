@@ -13,7 +13,7 @@ import pytest
 from blend_process import Blend, Request, Result, one_line
 from places import REPOSITORY
 
-from blend.cli import exit_code_of
+from blend.cli import console, exit_code_of
 from tests import towns
 
 # Window title, clear screen, a hyperlink, C1 controls, a bidirectional override, a forged line, a line taken back, markup.
@@ -170,6 +170,7 @@ def test_the_environment(filled, name):
         assert result.code in (2, 5, 8)
         _harmless(result, result.code)
         one_line(result.err)
+        assert not console.errors.quiet, "-q is for that command alone"
 
 
 def test_a_bug_shows_its_traceback_and_where_to_report_it(capsys):
