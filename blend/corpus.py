@@ -15,8 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from blend.chunks.encode import leave_probe
 from blend.chunks.library import ChunkLibrary
+from blend.chunks.probe import leave_probe
 from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import WHOLE, CorpusConfig, Share
 from blend.corpora import Sharing

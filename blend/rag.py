@@ -11,8 +11,8 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from blend.answers import NONE_RETRIEVED, Answer, FullAnswer
-from blend.chunks.encode import take_held_dtype
 from blend.chunks.fit import neutral_correction
+from blend.chunks.probe import take_held_dtype
 from blend.config import (
     ANSWER_TOKENS,
     DEFAULT_MODEL,

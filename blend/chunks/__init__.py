@@ -1,7 +1,7 @@
 """The KV caches of chunks: computed, kept under a prefix, corrected, put together for a prompt.
 
 Computing: `library` (which caches a chunk should have) -> `encode` (computes them) -> `surrogate` (what contextual caches
-stand behind).
+stand behind); `probe` (may caches of another dtype or engine be used).
 Reading: `opened` (the chunks of one prompt) -> `loader` (their layers, ahead of the pass) -> `assemble` (one layer into the
 cache).
 KV correction: `correction` (the formula) -> `fit` (rows of the user's own chunks) -> `regression` (one layer's map) ->

@@ -318,7 +318,7 @@ class StoredCorrections:
     def of_prompt(self, library: ChunkLibrary, opened: OpenChunks) -> Corrections:
         """The correction of each place. A first chunk right behind the prefix needs none."""
         kinds = [None if chunk is None else chunk.key.kind for chunk in opened.stored]
-        if opened.near and opened.first_place is not None:
+        if opened.first_in_place and opened.first_place is not None:
             kinds[opened.first_place] = None
         by_kind = {kind: self.held(library, kind) for kind in CacheKind if kind in kinds}
         problems = tuple(correction.problem for correction in by_kind.values() if correction.problem)

@@ -2,8 +2,7 @@
 
 A chunk behind the real prefix leaves the attention sink where every prompt has it: once, at the start. Chunks of models with
 recurrent layers run one by one, because padding would enter the state. Every prompt computes their first rows anew; the
-layers' operators of the other rows are kept. Two small parts belong here too: `without_positions`, for codecs of few bits, and
-the probe that tells whether two engines compute the same KV.
+layers' operators of the other rows are kept. `without_positions` belongs here too, for codecs of few bits.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from blend.config import BATCH_TOKENS
-from blend.errors import EntryDamagedError, PromptError
+from blend.errors import PromptError
 from blend.layout import lead_of
-from blend.model.admission import probe_ids, tolerance
 from blend.model.cache import BlendedCache, LayerRotation, Run
 from blend.model.passes import RowRequest, RowSteps, run_steps
-from blend.model.precision import DTYPES
 from blend.model.recurrent import Operator
 from blend.types import ChunkCache
 from blend_kernels import Deltas, Turn, rotate_keys
@@ -32,7 +27,6 @@ from blend_kernels import Deltas, Turn, rotate_keys
 if TYPE_CHECKING:
     from blend.model.decoder import Decoder
     from blend.model.row_decoder import RowDecoder
-    from blend.store.base import ChunkStore
 
 
 class ChunkEncoder:
@@ -214,72 +208,3 @@ def without_positions(cache: ChunkCache, rotations: Sequence[LayerRotation]) -> 
     keys = map(rotated_back, cache.keys, [rotation.keys for rotation in rotations])
     values = map(rotated_back, cache.values, [rotation.values for rotation in rotations])
     return replace(cache, keys=tuple(keys), values=tuple(values), unrotated=True)
-
-
-def leave_probe(store: ChunkStore, decoder: RowDecoder) -> None:
-    """Keep the decoder's probe, unless it is there. Raises `StoreError` when the store cannot be written."""
-    name = _name(decoder)
-    if _read(store, name) is None:
-        store.write_artifact(name, save(_probe(decoder)))
-
-
-def take_held_dtype(store: ChunkStore, decoder: Decoder) -> None:
-    """Use a store's caches of another dtype, if it has none of the decoder's and a probe shows that they are alike.
-
-    Raises `StoreError` when the store cannot be read.
-    """
-    native = chosen = decoder.kept_as
-    if _read(store, _name(decoder)) is not None:
-        return
-    try:
-        for decoder.kept_as in (dtype for dtype in DTYPES if dtype != native):
-            if gives_same_kv(store, decoder):
-                chosen = decoder.kept_as
-                break
-    finally:  # a store that fails midway shares nothing
-        decoder.kept_as = chosen
-
-
-def gives_same_kv(store: ChunkStore, decoder: RowDecoder) -> bool:
-    """Whether the store holds a probe under this decoder's name, and the decoder gives the same KV within rounding."""
-    stored = _read(store, _name(decoder))
-    if stored is None:
-        return False
-    fresh = _probe(decoder)
-    if {name: part.shape for name, part in fresh.items()} != {name: part.shape for name, part in stored.items()}:
-        return False
-    # Of entries' greatest difference; here all of a layer's are taken together. Both may round: the coarser dtype counts.
-    dtypes = {part.dtype for part in (*fresh.values(), *stored.values())}
-    most = max(map(tolerance, dtypes)) / 5
-    return all(_far(part, stored[name]) <= most for name, part in fresh.items())
-
-
-def _far(fresh: Tensor, stored: Tensor) -> float:
-    """The norm of the difference, relative to the norm."""
-    expected = stored.float()
-    size = expected.norm().clamp_min(1e-6)
-    return float((fresh.float() - expected).norm() / size)
-
-
-def _probe(decoder: RowDecoder) -> dict[str, Tensor]:
-    ids = probe_ids(decoder.vocabulary).to(decoder.device)
-    cache = decoder.new_cache(ids.shape[1])
-    decoder.encode_rows(ids, 0, cache)
-    probe = {}
-    for index in range(len(cache.layers)):
-        keys, values = cache.view(index)
-        probe[f"k.{index}"] = keys[0].cpu().contiguous()
-        probe[f"v.{index}"] = values[0].cpu().contiguous()
-    return probe
-
-
-def _read(store: ChunkStore, name: str) -> dict[str, Tensor] | None:
-    try:
-        content = store.read_artifact(name)
-        return load(content) if content is not None else None
-    except (EntryDamagedError, SafetensorError):
-        return None
-
-
-def _name(decoder: RowDecoder) -> str:
-    return f"probe-{decoder.identity(()).namespace}"

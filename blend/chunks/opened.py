@@ -47,7 +47,7 @@ class OpenChunks:
         problems: a line for every refused entry.
         missing: caches that should have been used, each once.
         first_place: the first place that has a cache, or should have one.
-        near: whether the first stored chunk stands right behind a prefix as long as its cache's.
+        first_in_place: whether the first stored chunk stands right behind a prefix as long as its cache's.
         loader: reads those that are not in memory yet.
 
     """
@@ -66,10 +66,10 @@ class OpenChunks:
         self._contextual = contextual
         places = range(len(layout.places))
         self.first_place = next((place for place in places if layout.stored[place] is not None), None)
-        self.near = False
+        self.first_in_place = False
         if self.first_place is not None:
             moved = layout.bounds[self.first_place] - len(layout.kept_behind)
-            self.near = abs(moved) <= NEAR
+            self.first_in_place = abs(moved) <= NEAR
         self.stored: tuple[ReadyChunk | None, ...] = (None,) * len(places)
         self.chunks: tuple[ReadyChunk | None, ...] = self.stored
         self._problems: dict[str, None] = {}
@@ -90,7 +90,7 @@ class OpenChunks:
         table = tables[CacheKind.CONTEXTUAL if contextual else CacheKind.ISOLATED]
         stored = self._layout.stored
         chunks = [None if tokens is None else table.get(tokens) for tokens in stored]
-        alone = self.first_place if self.near or self._layout.exact_first else None
+        alone = self.first_place if self.first_in_place or self._layout.exact_first else None
         if alone is not None:
             chunks[alone] = tables[CacheKind.ISOLATED].get(stored[alone])  # type: ignore[arg-type]
         unopened: dict[int, CacheKey] = {}
@@ -212,7 +212,7 @@ class OpenChunks:
 
     def lacks(self, corrections: Sequence[object]) -> bool:
         """Whether a chunk that needs a KV correction has none, as after `--quick`. corrections: of each place."""
-        needs_none = self.first_place if self.near or self.first_exact else None
+        needs_none = self.first_place if self.first_in_place or self.first_exact else None
         pairs = enumerate(zip(self.stored, corrections, strict=False))
         return any(chunk and correction is None for index, (chunk, correction) in pairs if index != needs_none)
 

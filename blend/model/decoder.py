@@ -63,6 +63,7 @@ class Decoder(DrivenDecoder):
     def __init__(self, model: Any, tokenizer: Any = None, name: str = "model", *, weights: str | None = None) -> None:
         super().__init__(model.eval())
         self._weights = weights
+        self._fingerprint: str | None = None
         self.tokenizer = tokenizer
         self.name = name
         self.kept_as = dtype_name(self.dtype)
@@ -137,24 +138,23 @@ class Decoder(DrivenDecoder):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the weights and of every configuration entry that the computation depends on.
-
-        A change of the weights that `WeightsWatch` notices gives a new digest.
-        """
-        if self._watch.changed:
-            self._watch = WeightsWatch(self.model)
-            self._weights = None
-            vars(self).pop("_fingerprint", None)
-            if self.graphs is not None:  # they hold the old weights
-                take_fast_ways(self)
+        """Hex digest of the weights and of every configuration entry that the computation depends on."""
+        if self._fingerprint is None:
+            self._fingerprint = model_fingerprint(self.config, self._weights or parameters_digest(self.model))
         return self._fingerprint
 
-    @cached_property
-    def _fingerprint(self) -> str:
-        return model_fingerprint(self.config, self._weights or parameters_digest(self.model))
+    def follow_weights(self) -> None:
+        """Give the decoder a new fingerprint if `WeightsWatch` notices a change of its weights, and CUDA graphs of them."""
+        if not self._watch.changed:
+            return
+        self._watch = WeightsWatch(self.model)
+        self._weights = self._fingerprint = None
+        if self.graphs is not None:
+            take_fast_ways(self)
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
-        """What determines a chunk's cache besides its tokens: model, dtype and prefix."""
+        """What determines a chunk's cache besides its tokens: the model as it is now, dtype and prefix."""
+        self.follow_weights()
         operators = f", operators behind {LEAD_SHARE}" if self.recurrent else ""
         return CacheIdentity(self.fingerprint + operators, self.kept_as, prefix)
 

@@ -185,7 +185,7 @@ def _together(kvs: Sequence[KV]) -> KV:
 
 
 def _norms(remainder: Tensor, gain: Tensor) -> Tensor:
-    """Squared norms of fresh - stored, fresh - corrected (`left`) and the gain, for each row, `[3, layers, rows]`."""
+    """Squared norms of fresh - stored, fresh - corrected (`remainder`) and the gain, for each row, `[3, layers, rows]`."""
     parts = (remainder + gain, remainder, gain)
     return torch.stack([part.square().sum(-1) for part in parts])
 

@@ -10,7 +10,7 @@ import transformers
 from models import FAMILIES, build
 from towns import write_documents
 
-from blend.chunks.encode import gives_same_kv, leave_probe, take_held_dtype
+from blend.chunks.probe import gives_same_kv, leave_probe, take_held_dtype
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, StoreError
 from blend.model import precision
@@ -141,7 +141,7 @@ def test_a_store_that_is_lost_confirms_no_dtype(model):
 
 
 def probed() -> tuple[ChunkStore, Decoder]:
-    store, decoder = open_store("memory:"), Decoder(build(FAMILIES["qwen2"]))
+    store, decoder = open_store("memory:"), Decoder(build(FAMILIES["qwen2"]), weights="known")
     leave_probe(store, decoder)
     return store, decoder
 
@@ -156,16 +156,20 @@ def test_a_probe_is_written_once():
 def test_a_probe_of_other_values_is_not_matched():
     """As of an engine that runs the same files quantised: the name is the same, and the KV is not."""
     store, decoder = probed()
+    model = build(FAMILIES["qwen2"])
     with torch.no_grad():
-        decoder.model.get_input_embeddings().weight.mul_(1.01)
-        decoder.layers[0].self_attn.k_proj.weight.add_(0.01)
-    assert not gives_same_kv(store, decoder)
+        model.get_input_embeddings().weight.mul_(1.01)
+        model.model.layers[0].self_attn.k_proj.weight.add_(0.01)
+    quantised = Decoder(model, weights="known")
+    assert quantised.identity(()) == decoder.identity(())
+    assert gives_same_kv(store, decoder, "float32")
+    assert not gives_same_kv(store, quantised, "float32")
 
 
 def test_a_damaged_probe_counts_as_none():
     store, decoder = probed()
     (name,) = store.artifacts()
     store.write_artifact(name, b"no tensors")
-    assert not gives_same_kv(store, decoder)
+    assert not gives_same_kv(store, decoder, "float32")
     leave_probe(store, decoder)
-    assert gives_same_kv(store, decoder)
+    assert gives_same_kv(store, decoder, "float32")

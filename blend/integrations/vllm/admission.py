@@ -25,7 +25,7 @@ def fingerprints(config: Any) -> tuple[str, str]:
     """Names of a model's caches: shared with transformers, and vLLM's own. Raises `ValueError` for weights that are no files.
 
     vLLM may run the weights quantised or with another rotation. Where it is configured to, nothing is shared. Otherwise the
-    shared name is used if the store holds a probe of the model and vLLM gives the same KV (`blend.chunks.encode`).
+    shared name is used if the store holds a probe of the model and vLLM gives the same KV (`blend.chunks.probe`).
     """
     model = config.model_config
     files = files_fingerprint(model.model)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from blend.chunks.encode import gives_same_kv
+from blend.chunks.probe import gives_same_kv
 from blend.config import BlendConfig
 from blend.errors import BlendError, EntryDamagedError, StoreError, first_line
 from blend.integrations.vllm.admission import admitted
@@ -320,6 +320,6 @@ def sharing(decoder: PagedDecoder, shared_name: str, store: ChunkStore) -> Paged
     """The decoder with the shared caches of a dtype in which a probe in the store shows that they are alike, or as it is."""
     for dtype in dict.fromkeys((decoder.kept_as, *DTYPES)):  # its own first
         named = decoder.named(shared_name, dtype)
-        if gives_same_kv(store, named):
+        if gives_same_kv(store, named, dtype):
             return named
     return decoder
