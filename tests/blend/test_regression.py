@@ -6,7 +6,7 @@ import torch
 from corrections import gained
 
 from blend.chunks import regression
-from blend.chunks.correction import ROW_FEATURES, Bounds, LayerCorrection, position_features, row_features
+from blend.chunks.correction import ROW_FEATURES, Bounds, KVCorrection, LayerCorrection, position_features, row_features
 from blend.chunks.regression import LayerRows, fit_layer
 from blend.layout import PromptLayout
 
@@ -127,6 +127,43 @@ def test_no_prediction_passes_what_was_seen():
         for part in (slice(0, 8), slice(8, 16)):
             assert farther[:, part].norm(dim=1).max() <= 1.001 * gain[:, part].norm(dim=1).max()
     assert not farther.any()
+
+
+def of_groups(stored: torch.Tensor, gain: torch.Tensor, group: torch.Tensor) -> LayerRows:
+    """Rows whose values are like their keys."""
+    both = [torch.cat((part, part), dim=1) for part in (stored, gain)]
+    return LayerRows(*both, constant(len(group)), group, torch.zeros_like(group), keys=stored.shape[1], covered=0.0)
+
+
+def test_a_map_that_harms_one_group_of_chunks_is_left_out():
+    """However much it gains on the others."""
+    draw = torch.Generator().manual_seed(0)
+    stored, group = torch.randn(200, 8, generator=draw), torch.arange(4).repeat_interleave(50)
+    gain = stored @ torch.randn(8, 8, generator=draw)
+    assert fit_layer(of_groups(stored, gain, group))
+    gain[group == 3] *= -0.2
+    assert fit_layer(of_groups(stored, gain, group)) is None
+
+
+def test_a_gain_larger_than_any_seen_is_limited_before_it_is_judged():
+    """In the last group all inputs are large together, and the gain is no larger than where each was alone."""
+    draw, size = torch.Generator().manual_seed(0), 3.0
+    alone, together = torch.eye(8).repeat(30, 1), torch.full((4, 8), 8**-0.5)
+    sign = torch.randint(0, 2, (244, 1), generator=draw) * 2 - 1
+    stored, gain = size * sign * torch.cat((alone, together)), size * sign * torch.full((244, 8), 8**-0.5)
+    group = torch.cat((torch.arange(3).repeat_interleave(80), torch.full((4,), 3)))
+    seen = of_groups(stored, gain, group)
+    missed = gained(fit_layer(seen), seen.stored, seen.features) - seen.gain
+    assert missed.square().sum() < 0.05 * seen.gain.square().sum()
+
+
+def test_keys_that_never_vary_leave_a_map_of_values_that_can_be_stored():
+    draw = torch.Generator().manual_seed(0)
+    stored = torch.randn(200, 16, generator=draw)
+    stored[:, :8] = 0.5
+    found = fit_layer(rows_seen(stored, stored @ torch.randn(16, 16, generator=draw), constant(200)))
+    content = KVCorrection((found,), before=9, length=9).to_bytes()
+    assert KVCorrection.from_bytes(content, torch.device("cpu")).layers[0]
 
 
 def test_an_input_that_did_not_vary_does_not_count_for_more_later():
