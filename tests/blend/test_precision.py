@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -35,6 +36,7 @@ def rag_of(model: str, store: Path, **options: str) -> Rag:
 
 
 LARGE, SMALL = (transformers.LlamaConfig(hidden_size=size, intermediate_size=2 * size) for size in (512, 64))
+LAYERS_DIFFER = SimpleNamespace(hidden_size=512, intermediate_size=[64, 1024])
 
 
 def test_auto_takes_what_was_measured_once(tmp_path, monkeypatch):
@@ -45,6 +47,7 @@ def test_auto_takes_what_was_measured_once(tmp_path, monkeypatch):
     for gain, dtype in ((1.5, torch.bfloat16), (1.0, torch.float32)):
         (tmp_path / "speed.json").write_text(json.dumps(dict.fromkeys(held, gain)))
         assert pick_dtype("auto", CPU, LARGE) is dtype
+        assert pick_dtype("auto", CPU, LAYERS_DIFFER) is dtype, "the largest layer counts"
     (tmp_path / "speed.json").write_text("no JSON")
     again = bfloat16_gain(LARGE)
     assert list(json.loads((tmp_path / "speed.json").read_text()).values()) == [again], "measured again"

@@ -74,6 +74,15 @@ def test_rows_in_any_order_are_the_same_rows(check_layer):
     assert ascending.selection.rows.tolist() == sorted(ascending.selection.rows.tolist())
 
 
+def test_a_switch_is_written_in_small_letters():
+    @dataclass(frozen=True)
+    class Switched(Returning):
+        backwards: bool = False
+
+    specs = [Switched(_spoil, backwards=backwards).spec for backwards in (False, True)]
+    assert specs == ["Switched", "Switched:backwards=true"]
+
+
 def test_a_check_layer_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="layer: -1"):
         Needs(-1)

@@ -76,14 +76,29 @@ def test_a_budget_goes_to_heads_then_the_best_rows(selector, options, budget):
 
 
 def test_heads_are_taken_by_default_where_the_question_alone_chooses():
-    """A budget of 8 is enough for one row of each of the four chunks."""
+    """A budget of 16 is enough for eight rows of the one chunk."""
+    layout = make_layout(chunks=(40,))
 
     def chosen(selector: str, **options: int) -> list[list[int]]:
-        return [_select(_evidence(8, seed=seed), selector, **options) for seed in range(5)]
+        return [_select(_evidence(16, layout=layout, seed=seed), selector, **options) for seed in range(5)]
 
-    for selector, own, other in (("query_guided", 6, 0), ("mixed", 0, 6), ("hkvd", 0, 6)):
+    for selector, own, *others in (("query_guided", 6, 0, 5, 7), ("mixed", 0, 1), ("hkvd", 0, 1)):
         assert chosen(selector) == chosen(selector, lead=own)
-        assert chosen(selector) != chosen(selector, lead=other)
+        for other in others:
+            assert chosen(selector) != chosen(selector, lead=other)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 10, 13, 20])
+def test_a_question_chooses_the_best_chunks_that_fit_where_rows_cannot_be_computed_alone(budget):
+    candidates = CANDIDATES[torch.arange(len(CANDIDATES)) != 11]  # all rows of the third chunk but one
+    evidence = replace(_evidence(budget, candidates=candidates, seed=budget), whole_chunks=True)
+    score = dict(zip(candidates.tolist(), evidence.query_attention.sum(0).tolist(), strict=True))
+    chunks = [[row for row in range(*span) if row in score] for span in LAYOUT.chunk_spans]
+    expected: list[int] = []
+    for rows in sorted(chunks, key=lambda rows: -sum(score[row] for row in rows)):
+        if len(rows) <= budget - len(expected):
+            expected += rows
+    assert _select(evidence, "query_guided") == sorted(expected)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 4, 20])

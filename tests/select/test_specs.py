@@ -13,7 +13,7 @@ from blend import BlendConfig
 from blend.errors import ConfigError
 from blend.ranges import NUMBERS
 from blend.select import SELECTORS, FirstK, Gradual, HighDeviation, QueryGuided, Random, Selector, make_selector
-from blend.select.base import MEANINGS, allowed, parameters
+from blend.select.base import MEANINGS, allowed, defaults, parameters, summary
 
 LAYERS = st.sampled_from(["all", "middle", "upper", "3", "4-9", "3+7+12-15", "0-9999"])
 
@@ -64,6 +64,14 @@ def test_what_is_at_its_default_may_be_said_and_is_not_written():
     assert make_selector("query_guided:layers=middle,lead=auto").spec == "query_guided"
     assert make_selector("first_k:k=auto") == FirstK()
     assert BlendConfig().plain()["selector"] == "query_guided"
+
+
+@pytest.mark.parametrize("kind", SELECTORS.values(), ids=SELECTORS)
+def test_a_list_tells_what_a_selector_does_and_its_defaults_as_a_spec_has_them(kind):
+    assert summary(kind).isprintable()
+    assert summary(kind)[-1].isalpha()
+    written = defaults(kind).replace(", ", ",")
+    assert make_selector(f"{kind.name}:{written}" if written else kind.name) == kind()
 
 
 REFUSED = {
