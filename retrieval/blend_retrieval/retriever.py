@@ -89,7 +89,7 @@ class Retriever:
         while True:
             candidates = self._ranked(questions, count)
             best = self._best(candidates, needed, hidden)
-            if len(best) == needed or len(candidates) == len(self.index):
+            if len(best) == needed or count == len(self.index):
                 break
             count = min(len(self.index), 4 * count)  # copies and hidden chunks took the places
         if self._reranker is not None:

@@ -68,6 +68,14 @@ def test_all_that_have_words_of_the_question_compete_with_what_is_similar():
     assert set(best) == set(named)
 
 
+def test_what_is_second_by_words_and_by_meaning_is_first_of_all():
+    """Neither search alone has it among its first."""
+    by_meaning = [f"harbour {number}" for number in range(9)]
+    by_words = [f"boats pay fee fee fee {number}" for number in range(9)]
+    both = "harbour long text on the fee of all"
+    assert texts_of(retriever(*by_meaning, *by_words, both).search("harbour fee", 1)) == [both]
+
+
 def test_equal_texts_count_once():
     passes = retriever(*["the pass costs money"] * 150, " The pass  costs MONEY", "pass: 84 crowns", "other")
     found = texts_of(passes.search("the pass", 3))
@@ -110,6 +118,19 @@ def test_the_score_is_the_similarity(bag):
     (best, *_) = Retriever(index, bag).search("cats purr", 1)
     assert best.score == pytest.approx(1.0, abs=1e-6)
     assert Retriever(index, bag, min_score=0.9).search("dogs sing", 3) == ()
+
+
+def test_questions_without_direction_find_as_many_as_others(bag):
+    """Their vectors add up to zero."""
+    texts = ["cats", "dogs"]
+    index = ChunkIndex([Chunk(text, text, "", text, 2) for text in texts], bag.embed(texts), bag.name)
+    assert [score for _, score in Retriever(index, bag).search("?", 2, before=["!"])] == [0, 0]
+
+
+def test_a_vector_that_is_no_number_finds_nothing(monkeypatch):
+    piers = retriever("pier", "mill")
+    monkeypatch.setattr(Blurred, "embed_query", lambda embedder, text: np.full(8, np.nan, np.float32))
+    assert piers.search("boat", 1) == ()
 
 
 def test_an_empty_index_gives_nothing():
