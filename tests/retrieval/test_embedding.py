@@ -51,6 +51,12 @@ def test_batches_change_nothing_and_report_progress(minilm):
 
 
 @packaged
+def test_a_device_that_is_not_there_is_refused(offline):
+    with pytest.raises(EmbeddingError):
+        load_embedder("minilm", device="no-such-device")
+
+
+@packaged
 def test_loading_is_silent_and_leaves_logging_as_it_was(offline, capfd):
     level = logging.getLogger("transformers").level
     load_embedder("minilm").embed(["x"])

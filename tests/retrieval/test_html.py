@@ -26,6 +26,7 @@ def read(html):
             "<math><msub><mi>a</mi><mn>12</mn></msub><msubsup><mi>x</mi><mn>1</mn><mn>2</mn></msubsup></math>",
             "a_12x_1^2",
         ),
+        ("<math><msup><mrow><mo>-</mo><mi>x</mi></mrow><mn>2</mn></msup></math>", "(-x)^2"),
         ("<math><msqrt><mi>x</mi><mo>+</mo><mn>1</mn></msqrt></math>", "√(x+1)"),
         ("<math><mroot><mn>8</mn><mn>3</mn></mroot></math>", "8^(1/3)"),
         ("<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>", "[1, 2; 3]"),

@@ -84,6 +84,19 @@ def test_a_parser_that_ends_its_process_is_told():
         assert reasons(found.result(30)) == ["cannot be read: its reader ended with -9"]
 
 
+def test_giving_up_ends_the_process():
+    reader, processes = IsolatedReader(ReadingLimits()), []
+
+    def give_up():
+        processes.append(reader.process)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        reader.read(*SLOW, require=give_up)
+    (process,) = processes
+    assert process.returncode == -signal.SIGKILL
+
+
 def test_closing_ends_what_is_read_and_blames_no_file():
     reader = IsolatedReader(ReadingLimits())
     with reading(reader) as (found, process):

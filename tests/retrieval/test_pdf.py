@@ -150,6 +150,13 @@ def test_columns_of_prose_are_read_one_after_the_other():
     assert [line for line in text.splitlines() if line] == [head[2], *LEFT, *RIGHT, tail[2]]
 
 
+def test_a_table_of_single_words_is_no_prose():
+    pairs = (("quai", "pier"), ("bateau", "boat"), ("phare", "lighthouse"))
+    words = [(60 + 140 * x, 700 - 16 * y, word) for y, pair in enumerate(pairs) for x, word in enumerate(pair)]
+    _, _, *rows = read(written_at(*words)).splitlines()
+    assert rows == ["| bateau | boat |", "| phare | lighthouse |"]
+
+
 def test_numbers_of_lines_and_list_items_make_no_table():
     numbers = [(40, 700 - 14 * y, str(y)) for y in range(1, 4)]
     prose = [(60, 700 - 14 * y, line) for y, line in enumerate((LEFT[0] + " of it all", *LEFT[1:]), 1)]

@@ -144,8 +144,6 @@ class SentenceEmbedder(Embedder):
 def _equal_parts(text: str, token_starts: Sequence[int], room: int) -> list[str]:
     """A text in the fewest parts of at most `room` tokens. token_starts: where each token begins in the text."""
     count = -(-len(token_starts) // room)
-    if count <= 1:
-        return [text]
     cuts = [len(token_starts) * number // count for number in range(1, count)]
     inner_edges = [token_starts[cut] for cut in cuts]
     edges = [0, *inner_edges, len(text)]
