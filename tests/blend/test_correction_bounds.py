@@ -128,10 +128,13 @@ def test_a_first_chunk_near_its_own_place_needs_no_correction(shorter: int) -> N
     assert (blend.uncorrected, blend.notes) == (False, ())
 
 
-@pytest.mark.parametrize("ratio", [0.05, 0.15, 0.4])
-def test_a_map_that_fits_stays_and_nothing_is_said(ratio):
+@pytest.mark.parametrize(
+    ("selector", "ratio"), [*(("query_guided", ratio) for ratio in (0.05, 0.15, 0.4)), ("query_guided:layers=0", 0.15)]
+)
+def test_a_map_that_fits_stays_and_nothing_is_said(selector, ratio):
+    """Also where the question looks at no layer that the map is judged in."""
     blender, layout = calibrated(CHUNKS), prompt(CHUNKS[1], CHUNKS[0], CHUNKS[3], CHUNKS[2])
-    blend, reuse = (blender.prefill(layout, config=config) for config in (replace(GUIDED, ratio=ratio), REUSE))
+    blend, reuse = (blender.prefill(layout, config=config) for config in (BlendConfig(selector, ratio), REUSE))
     assert blend.notes == ()
     kept = torch.ones(layout.rows, dtype=torch.bool)
     kept[blend.selection.rows] = False

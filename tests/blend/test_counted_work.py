@@ -8,13 +8,17 @@ import pytest
 import torch
 from blends import Counts, counted_rows, filled, greedy, views
 from cases import SELECTORS, make_layout
+from dense_reference import assert_close
 from models import CORE, LAYERS, build, decoder, tokenizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from blend.config import BlendConfig
+from blend.eval.estimates import FixedRatio
+from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
-from blend.prefill.blender import Blend
+from blend.model.passes import RowRequest, run_steps
+from blend.prefill.blender import Blend, Blender
 from blend.stopwatch import STAGES, Stopwatch
 
 LAYOUT = make_layout()
@@ -27,6 +31,17 @@ def _prefill(name: str, config: BlendConfig) -> tuple[Blend, Counts]:
     with counted_rows(blender.decoder) as counts:
         blend = blender.prefill(LAYOUT)
     return blend, counts
+
+
+def _requests(blender: Blender, layout: PromptLayout) -> tuple[Blend, list[RowRequest]]:
+    """A prefill in steps, and the rows that it asked for."""
+    requests = list[RowRequest]()
+
+    def run(request: RowRequest) -> torch.Tensor:
+        requests.append(request)
+        return blender.decoder.prefill([request])
+
+    return run_steps(blender.steps(layout), run), requests
 
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -68,6 +83,30 @@ def test_selectors_that_need_nothing_never_run_more_than_the_chosen_rows(name, s
     assert blend.rows_recomputed < OPEN
     assert {max(seen) for seen in counts.values()} <= {blend.rows_recomputed, 1}
     assert all(seen == [blend.rows_recomputed] for name, seen in counts.items() if name[0] in "012")
+
+
+@pytest.mark.parametrize("selector", ["first_k", "query_guided"])
+def test_a_share_of_less_than_half_a_row_runs_the_question_alone(selector):
+    _, counts = _prefill("llama", BlendConfig(selector, ratio=0.01))
+    assert counts["embed"] == [len(LAYOUT.suffix)]
+
+
+@pytest.mark.parametrize("config", [SELECTORS["all"], BlendConfig("query_guided", ratio=1.0)])
+def test_rows_of_full_recompute_are_written_as_a_slice(config):
+    """They follow each other, which the pass is told."""
+    _, requests = _requests(filled(decoder("llama"), LAYOUT, config), LAYOUT)
+    assert [request.run.start for request in requests] == [LAYOUT.context.start]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba", "falcon-h1", "lfm2"])
+def test_where_the_leads_of_chunks_are_enough_they_run_once_with_the_question(name):
+    """As recurrent layers need it; an estimate of the quality then says that no more is to be recomputed."""
+    layout = make_layout(chunks=(30, 30, 30))
+    blender = filled(decoder(name), layout, BlendConfig(quality=1.0))
+    blender.estimators = FixedRatio(0.05)
+    blend, requests = _requests(blender, layout)
+    assert [request.run.rows for request in requests] == [blend.rows_recomputed]
+    assert_close(blend.logits, blender.prefill(layout, config=BlendConfig()).logits)
 
 
 def test_the_query_looks_only_up_to_the_last_layer_it_scores():

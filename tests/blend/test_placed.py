@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 from blends import REUSE, assert_kv, empty_blender, filled, prefill_in_steps
-from cases import cache_of, make_layout
+from cases import assert_same_blend, cache_of, make_layout
 from dense_reference import LayerKV, assert_close, assert_dense, dense_blend, dense_chunk, dense_prefill
 from layouts import marked
 from models import CORE, decoder, eager_model
 
 from blend.config import BlendConfig
 from blend.layout import Place, PlaceOrigin, PromptLayout
+from blend.model.passes import run_steps
 from blend.prefill.blender import Blend, Blender
 from blend.prefill.plan import MOVED_RATIO, SEAM
+from blend.prefill.prefill import NothingStoredError
 from blend.prefill.resources import MovedRows
 from blend.select.base import Evidence, Selector
 from blend.types import ChunkCache
@@ -62,6 +64,15 @@ def test_ordinary_text_is_computed_and_never_stored():
     assert rows == {*range(*PLAIN.chunk_spans[1]), *range(PLAIN.context.stop, PLAIN.rows)}
     nothing = empty_blender(config=REUSE).prefill(PLAIN)
     assert {one.chunk for one in nothing.missing} == {PLAIN.chunks[0], PART, PLAIN.chunks[3]}
+
+
+def test_a_prompt_that_needs_a_stored_chunk_is_given_up_where_there_is_none():
+    """Before any row runs; with one, it is prefilled as ever."""
+    with pytest.raises(NothingStoredError) as caught:
+        run_steps(empty_blender(config=REUSE).steps(PLAIN, needs_hit=True), pytest.fail)
+    assert {key.chunk for key in caught.value.missing} == {PLAIN.chunks[0], PART, PLAIN.chunks[3]}
+    blender = filled(decoder("llama"), PLAIN, REUSE)
+    assert_same_blend(prefill_in_steps(blender, PLAIN, needs_hit=True), prefill_in_steps(blender, PLAIN))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from cases import cache_chunks, make_layout
@@ -12,9 +13,10 @@ from blend.config import BlendConfig
 from blend.model.driver import RowDriver
 from blend.model.passes import RowRequest
 from blend.prefill.blender import Blender
-from blend.select import QueryGuided
+from blend.prefill.question import QueryAttention
+from blend.select import QueryGuided, QueryScore
 from blend.store import open_store
-from tests.blend.blends import prefill_in_steps
+from tests.blend.blends import counted_rows, prefill_in_steps
 
 LAYOUT = make_layout(suffix=23)
 LARGEST = 5
@@ -39,6 +41,30 @@ def test_pieces_give_the_scores_of_one_pass(name, lacking, layers):
         assert_close(pieces.selection.scores, whole.selection.scores)
         assert torch.equal(pieces.selection.rows, whole.selection.rows)
         assert_close(pieces.logits, whole.logits)
+
+
+@pytest.mark.parametrize(("layers", "shown"), [("1", 1), ("all", LARGEST)])
+def test_the_question_asks_for_logits_only_where_it_scores_the_last_layer(layers, shown):
+    """That layer runs no rows of which no logits are wanted."""
+    blender = blender_of("llama", layers)
+    with counted_rows(blender.decoder) as counts:
+        prefill_in_steps(blender, LAYOUT, most_rows=LARGEST)
+    assert counts["head"][:4] == [shown] * 4
+
+
+@pytest.mark.parametrize("most_rows", [None, LARGEST])
+def test_rows_that_run_with_the_question_do_not_count(most_rows):
+    """As the leads of chunks do for recurrent layers."""
+    blend = blender_of("llama", "all").prefill(LAYOUT, config=BlendConfig("all"))
+
+    def attention(also: list[int]) -> torch.Tensor:
+        question = QueryAttention(blend.decoder, blend.cache, LAYOUT, QueryScore("all"), also=np.array(also, np.int64))
+        for piece in question.rows.pieces(most_rows):
+            ids = torch.tensor(LAYOUT.token_ids)[None, piece.positions]
+            blend.decoder.prefill([RowRequest(ids, piece, blend.cache, observe=question.observe, outputs=piece.rows)])
+        return question.attention()
+
+    assert_close(attention([6, 7, 8, 26, 27, 28, 29]), attention([]))
 
 
 @pytest.mark.parametrize("layers", ["middle", "all"])
