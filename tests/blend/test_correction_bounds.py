@@ -9,6 +9,7 @@ from blends import assert_bits, assert_kv, context_error, empty_blender, filled,
 from cases import assert_same_blend, cache_of
 from models import decoder
 
+from blend.chunks import fit
 from blend.chunks.correction import Bounds, KVCorrection
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
@@ -53,6 +54,12 @@ def test_every_chunk_of_a_small_corpus_is_fitted_behind_another(count, monkeypat
     behind = {tuple(ids[at : at + 10]) for ids in prompts for at in range(10, len(ids), 10)}
     assert behind == set(chunks)
     assert len(library.surrogate) == count // 8
+
+
+def test_prompts_of_a_fit_are_filled_to_the_last_token(monkeypatch):
+    monkeypatch.setattr(fit, "PROMPT_TOKENS", 40)
+    prompts = fit.deal_prompts(empty_blender().encoder(PREFIX), texts(*[10] * 20))
+    assert max(prompt.context.length for prompt in prompts) == 40
 
 
 @pytest.mark.parametrize(("name", "seed"), [("llama", 0), ("llama", 1), ("qwen2", 0), ("gemma3", 2)])
