@@ -7,7 +7,6 @@ import pytest
 from places import run_python
 from rendered import chunks
 
-from blend_retrieval import generations
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.index import ChunkIndex, update_index
 from tests.store.reading import flip
@@ -197,19 +196,22 @@ def test_readers_go_on_while_a_writer_writes(tmp_path, bag):
 
 def test_what_was_replaced_while_it_was_opened_is_read_anew(tmp_path, bag, monkeypatch):
     update_index(tmp_path, chunks("a"), bag)
-    read_files = generations._read_files
+    read_bytes = Path.read_bytes
 
-    def replaced(directory, manifest):
-        monkeypatch.setattr(generations, "_read_files", read_files)
-        for name in "bc":  # the last generation stays beside the current one
-            update_index(directory, chunks(name), bag)
-        return read_files(directory, manifest)
+    def replaced(path):
+        if path.name.startswith("chunks-"):
+            monkeypatch.setattr(Path, "read_bytes", read_bytes)
+            for name in "bc":  # the last generation stays beside the current one
+                update_index(tmp_path, chunks(name), bag)
+        return read_bytes(path)
 
-    monkeypatch.setattr(generations, "_read_files", replaced)
+    monkeypatch.setattr(Path, "read_bytes", replaced)
     assert texts(ChunkIndex.load(tmp_path)) == ["c"]
 
 
 def test_two_writers_take_turns(tmp_path, bag, monkeypatch):
+    from blend_retrieval import generations
+
     monkeypatch.setattr(generations, "LOCK_TIMEOUT", 0.05)
     with generations.write_lock(tmp_path), pytest.raises(ChunkIndexError, match="another process"):
         update_index(tmp_path, chunks("a"), bag)
