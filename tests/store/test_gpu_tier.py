@@ -2,9 +2,11 @@
 
 import random
 
+import pytest
 import torch
 from reading import in_threads
 
+from blend.store import ChunkPool
 from blend.store.arena import ALIGNMENT, Arena
 from blend.store.gpu import GpuTier
 from blend.store.ready import ReadyChunk
@@ -15,11 +17,11 @@ SHAPE = ChunkShape((LayerShape(2, 8, 2, 8),), torch.float32)
 NBYTES = SHAPE.nbytes(4)
 
 
-def chunk(number):
-    memory = torch.full((NBYTES // 4,), float(number)).view(torch.uint8)
-    return ReadyChunk(
-        CacheKey((number,), CacheKind.ISOLATED), ChunkKey("n", str(number)), ChunkKV(SHAPE, 4, memory), start=0
-    )
+def chunk(number, memory=None):
+    if memory is None:
+        memory = torch.full((NBYTES // 4,), float(number)).view(torch.uint8)
+    key, address = CacheKey((number,), CacheKind.ISOLATED), ChunkKey("n", str(number))
+    return ReadyChunk(key, address, ChunkKV(SHAPE, 4, memory), start=0, nbytes=NBYTES)
 
 
 def copied(kv):
@@ -64,6 +66,36 @@ def test_many_threads_keep_to_the_budget():
     in_threads(4, lambda seed: [tier.bring(chunks[seed % 3 : seed % 3 + 3]) for _ in range(20)])
     tier.settle()
     assert sum(one.near is not one.kv for one in chunks) * NBYTES == tier.nbytes <= 2 * NBYTES
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A GPU, or what stands for one: memory whose pages are not locked."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options))
+    monkeypatch.setattr(GpuTier, "on", lambda device, budget_bytes: GpuTier(budget_bytes or 0, copied))
+    return torch.device("cpu")
+
+
+def test_chunks_of_a_pool_take_the_place_of_those_used_least(device):
+    pool, store = ChunkPool(2 * NBYTES, gpu_budget_bytes=0), object()
+    pool.use_gpu(device)
+    pool.table(store, "n", "")
+
+    def kept(number):
+        """The address of the memory of a chunk that is held from now on."""
+        memory, lease = pool.page_locked(NBYTES), pool.lease([])
+        pool.keep(store, chunk(number, memory), generation="", lease=lease)
+        pool.release(lease)
+        return memory.data_ptr()
+
+    addresses = [kept(number) for number in range(3)]
+    assert addresses[2] == addresses[0]
+    assert addresses[1] == addresses[0] + NBYTES
+    assert pool.stats[2:5] == (1, 2, 2 * NBYTES)
+    assert pool.page_locked(3 * NBYTES).shape == (3 * NBYTES,), "there is no more in the pool's own"
 
 
 def test_pieces_do_not_overlap_and_come_back_whole():

@@ -43,6 +43,20 @@ def test_codecs_of_few_bits_write_as_before(tmp_path, codec):
     assert hashlib.sha256(path.read_bytes()).hexdigest()[:24] == WRITTEN_SMALL[codec]
 
 
+# The same with operators; the second of three layers has no KV.
+WRITTEN_RECURRENT = {"3": "a332e8cc52030e4d6095caed", "4": "df1e8bb3c51f04bdb7674aad"}
+
+
+@pytest.mark.parametrize("entry_format", WRITTEN_RECURRENT)
+def test_operators_are_written_as_before(tmp_path, entry_format):
+    states = tuple(part if index != 1 else part[:0] for index, part in enumerate(CACHE.keys))
+    operators = ((), (torch.arange(6.0), torch.ones(2, 2)), (torch.arange(3.0),))
+    recurrent = replace(CACHE, keys=states, values=states, lead=2, operators=operators)
+    open_store(tmp_path).put(KEY, replace(recurrent, unrotated=entry_format == "4"))
+    (path,) = (tmp_path / "objects").rglob("*.safetensors")
+    assert hashlib.sha256(path.read_bytes()).hexdigest()[:24] == WRITTEN_RECURRENT[entry_format]
+
+
 @pytest.mark.parametrize(("codec", "secret"), WRITTEN)
 def test_every_file_is_written_as_before(tmp_path, codec, secret):
     store = open_store(tmp_path, codec=codec, key=secret)

@@ -150,3 +150,20 @@ def test_parts_that_do_not_go_together_are_refused(tmp_path, codec, change):
     path.write_bytes(forge(path.read_bytes(), change))
     with pytest.raises(EntryDamagedError, match="must be computed again"):
         read(store, key(1))
+
+
+@pytest.mark.parametrize(
+    ("codec", "packed", "scales"),
+    [
+        ("int4", (1, 1, 4), (1, 2, 3)),  # three bytes would be two tokens
+        ("int4", (1, 2, 3), (1, 2, 3)),
+        ("int4", (1, 1, 3), (1, 0, 3)),
+        ("int8", (1, 2, 3), (1, 0, 3)),
+        ("int8", (1, 2, 4), (1, 2, 3)),
+    ],
+)
+def test_shapes_that_no_codec_makes_are_refused(codec, packed, scales):
+    numbers = torch.zeros(packed, dtype=torch.uint8 if codec == "int4" else torch.int8)
+    of_groups = torch.zeros(scales, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="go with"):
+        get_codec(codec).decode({"k": numbers, "k.s": of_groups, "v": numbers, "v.s": of_groups}, None)

@@ -9,6 +9,7 @@ import torch
 from far_stores import tell_bucket
 from reading import assert_holds, cache, flip, in_threads, key, read
 from servers import redis_address
+from store_processes import run
 from wire import FAULTS
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
@@ -127,8 +128,11 @@ def test_a_tier_that_hangs_costs_its_timeout_once(make, failing_redis, bucket, c
     assert len(caplog.records) == 2
 
 
-@pytest.mark.parametrize("fault", ["refused", "hanging", "busy"])
-def test_an_outage_of_the_bucket_is_no_miss_and_ends(make, bucket, fault):
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [("refused", "error sending request"), ("hanging", "error sending request"), ("busy", "503 Service Unavailable")],
+)
+def test_an_outage_of_the_bucket_is_no_miss_and_ends(make, bucket, fault, cause):
     def opened():
         return make(cache=None, hot=None, timeouts=QUICK._replace(answer_s=0.8, pause_s=0.2))
 
@@ -139,7 +143,7 @@ def test_an_outage_of_the_bucket_is_no_miss_and_ends(make, bucket, fault):
     else:
         bucket.set(fault)
     for look in (lambda: store.open(key(1)), lambda: opened().open(key(2)), lambda: list(opened().keys())):
-        with pytest.raises(StoreError) as caught:
+        with pytest.raises(StoreError, match=cause) as caught:
             look()
         assert not isinstance(caught.value, EntryDamagedError)
     tell_bucket("")
@@ -283,6 +287,22 @@ def test_a_bucket_that_refuses_is_no_miss_and_says_so(make, bucket, fault, words
             call()
     tell_bucket("")
     assert_holds(make(cache=None, hot=None), key(1), cache(1))
+
+
+def test_a_process_that_ends_leaves_what_it_fetched_in_the_nearer_tier(tmp_path):
+    store = open_store(f"file://{tmp_path / 'far'}", cache=tmp_path / "near")
+    store.put(key(1), cache(1))
+    work = """
+    from blend.store.disk import DiskBackend
+    put = DiskBackend.put
+    DiskBackend.put = lambda *given: time.sleep(0.3) or put(*given)
+    store = open_store(f"file://{root / 'far'}", cache=root / "near")
+    (only,) = store.keys()
+    with store.open(only) as reader:
+        reader.layer(0)
+    """
+    run(tmp_path, work)
+    assert list(store.backend.tiers["local"].names("objects/"))
 
 
 def test_a_store_that_is_dropped_closes_its_connections_at_once(tmp_path):
