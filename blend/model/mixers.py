@@ -45,8 +45,8 @@ class _Call(NamedTuple):
 
     def of(self, span: slice, layer: LinearAttentionLayer, batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for some of the rows, `batch` times, with a cache that holds this layer alone."""
-        depths = map(len, self.values(Cache))
-        cache = Cache(layers=[layer] * max(depths, default=1))
+        depth = max(map(len, self.values(Cache)))
+        cache = Cache(layers=[layer] * depth)
 
         def cut(value: Any) -> Any:
             if isinstance(value, Cache):

@@ -1,8 +1,11 @@
 """Which fast ways of a GPU a decoder takes."""
 
+from typing import Any
+
 import pytest
 import torch
-from models import decoder
+from models import CORE, build, decoder
+from transformers import LlamaForCausalLM
 
 import blend.model.device_path as device_path
 from blend.model.decoder import Decoder
@@ -54,6 +57,37 @@ def test_a_fault_switches_one_way_off(kernel, ways, words, monkeypatch, caplog):
 def test_blending_must_save_what_another_pass_costs(monkeypatch):
     assert Decoder(decoder("llama").model).pass_rows == 0.0
     assert on_a_gpu(monkeypatch).pass_rows == pytest.approx(2 * (0.03192 / 0.09144 * 2048 - 64))
+
+
+def test_changed_weights_need_new_graphs(monkeypatch):
+    dec = Decoder(build(CORE["llama"]))
+    on_a_gpu(monkeypatch)
+    take_fast_ways(dec)
+    graphs = dec.graphs
+    dec.follow_weights()
+    assert dec.graphs is graphs
+    dec.layers[0].mlp.down_proj.weight.add_(1.0)
+    dec.follow_weights()
+    assert dec.graphs is not graphs
+
+
+def test_a_machine_tries_a_graph_before_it_promises_one(monkeypatch):
+    class Graphs:
+        off: str | None = None
+        captured = ()
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def capture_next(self) -> None:
+            self.off = "not permitted"
+
+    dec = on_a_gpu(monkeypatch)
+    monkeypatch.setattr("blend.model.tried.Decoder", lambda *_, **__: dec)
+    monkeypatch.setattr(device_path, "RowGraphs", Graphs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(LlamaForCausalLM, "to", lambda self, *_: self)
+    assert device_ways() == Ways("on", "not permitted", "on")
 
 
 def test_a_cpu_has_none_of_them():

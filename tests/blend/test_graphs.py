@@ -92,6 +92,17 @@ def test_decoding_and_a_question_equal_ordinary_passes(name):
         assert_kv(views(one), views(other), compare=assert_near)
 
 
+def test_a_prompt_may_begin_in_a_graph():
+    dec, ids = graphed(), torch.arange(3, 8)[None]
+    assert dec.graphs.capture(8)
+    alone, plain = caches_of(dec, (12, 12))
+    for cache in (alone, plain):
+        cache.truncate(0)
+    logits = dec.graphs.logits([consecutive(ids, 0, alone)])
+    assert_near(logits, RowDriver.prefill(dec, [consecutive(ids, 0, plain)]))
+    assert_kv(views(alone), views(plain), compare=assert_near)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

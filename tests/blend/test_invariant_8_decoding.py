@@ -9,8 +9,9 @@ from cases import SELECTORS, blended, cache_of, make_layout
 from models import CORE, FAMILIES, WIDE, decoder, tokenizer
 
 from blend.model.decoder import full_prefill
-from blend.model.generate import generate, teacher_forced_logits
+from blend.model.generate import generate, logits_processors, teacher_forced_logits
 from blend.prefill.blender import Blend
+from blend.sampling import Sampling
 
 NEW = 8
 
@@ -94,6 +95,15 @@ def test_sampling_repeats_with_its_seed_and_honours_the_options_of_generate(blen
         assert len({sample(seed, temperature=2.0) for seed in range(6)}) > 1
         assert sample(1, top_k=1) == answer
     assert answer[1] not in _ours(blend, suppress_tokens=[answer[1]])
+
+
+def test_a_request_replaces_what_its_model_samples_with(monkeypatch):
+    dec = decoder("llama")
+    for name, value in {"temperature": 0.5, "top_k": 2, "top_p": 0.1, "min_p": 0.9}.items():
+        monkeypatch.setattr(dec.model.generation_config, name, value)
+    logits = torch.linspace(-1, 1, dec.vocabulary)[None]
+    ids = torch.tensor([make_layout().token_ids])
+    torch.testing.assert_close(logits_processors(dec, Sampling(temperature=1.25), ids)(ids, logits), logits / 1.25)
 
 
 def test_decoding_grows_past_the_room_without_a_difference():

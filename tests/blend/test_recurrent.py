@@ -12,7 +12,7 @@ from blends import consecutive, filled, greedy, greedy_by_transformers, prefill_
 from cases import blended, make_layout
 from dense_reference import assert_close
 from layouts import marked
-from models import HYBRIDS, decoder
+from models import HYBRIDS, build, decoder
 
 from blend.chunks.encode import ChunkEncoder
 from blend.config import BlendConfig
@@ -21,7 +21,7 @@ from blend.layout import LEAST_LEAD, PromptLayout, lead_of
 from blend.model.cache import BlendedCache, Run
 from blend.model.decoder import Decoder, full_prefill
 from blend.model.passes import RowRequest, run_steps
-from blend.model.recurrent import Decay, Transform
+from blend.model.recurrent import Decay, Transform, find_kind
 from blend.prefill.blender import Blend
 from blend.select import SELECTORS
 from blend.store.admin import verify_entry
@@ -266,6 +266,40 @@ def test_a_copy_of_a_cache_goes_on_by_itself(name):
     dec.append(token, blend.cache)
     copy.truncate(blend.layout.rows)
     assert torch.equal(dec.append(token, copy), first)
+
+
+@each_kind
+def test_a_state_that_is_not_kept_is_none(name):
+    blend = blended(decoder(name), make_layout(chunks=(20,)))
+    assert blend.cache.states(blend.layout.rows) is not None
+    assert blend.cache.states(blend.layout.rows - 1) is None
+
+
+def test_a_state_without_heads_can_only_decay():
+    """Heads keep matrices small: one over all channels would be too large to store."""
+    factors = torch.linspace(0.2, 0.9, 12).reshape(4, 3)
+    assert find_kind(lambda states: factors * states, torch.ones(1, 4, 3)) == Decay(a_head=False)
+    matrix = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    assert find_kind(lambda states: matrix @ states, torch.ones(1, 4, 3)) is None
+    assert find_kind(lambda states: matrix @ states, torch.ones(1, 2, 4, 3)) == Transform(right=False)
+
+
+def test_what_a_mixer_gets_besides_rows_reaches_it_whole():
+    """A scale of its output, say, which the model hands to each of its recurrent layers."""
+    model = build(HYBRIDS["bamba"])
+    scale = torch.linspace(0.5, 1.5, model.config.hidden_size)
+
+    def with_scale(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "scale": scale}
+
+    def scaled(forward: Any, *args: Any, scale: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return forward(*args, **kwargs) * scale
+
+    for layer in (model.model.layers[index] for index in decoder("bamba").recurrent):
+        layer.mamba.forward = partial(scaled, layer.mamba.forward)
+        layer.mamba.register_forward_pre_hook(with_scale, with_kwargs=True)
+    blend = blended(Decoder(model), make_layout(chunks=LENGTHS), BlendConfig(ratio=1.0))
+    assert_close(blend.logits, full_prefill(blend.decoder, blend.layout).logits)
 
 
 @each_kind

@@ -1,6 +1,7 @@
 """Models that cannot be blended are refused by measurement, in one line that names the model and the remedy."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from models import BASE, CORE, LAYERS, Family, build, tokenizer
 from test_fingerprint import saved
 
 from blend.errors import BlendError, ConfigError, UnsupportedModelError
+from blend.model.admission import check_layer_kinds
 from blend.model.decoder import Decoder, pick_device
 from blend.model.precision import pick_dtype
 
@@ -61,6 +63,11 @@ def test_a_model_without_a_list_of_layers_is_refused():
     model.config.num_hidden_layers = LAYERS + 1
     with pytest.raises(UnsupportedModelError, match="has no list of 5 decoder layers"):
         Decoder(model, tokenizer(), "llama")
+
+
+def test_layers_of_an_unknown_kind_are_named_even_if_transformers_has_no_cache_for_them():
+    with refused(UnsupportedModelError, "odd has layers of type memory, whose state .* use full prefill"):
+        check_layer_kinds(SimpleNamespace(layer_types=["full_attention", "memory"]), "odd")
 
 
 def test_a_directory_that_holds_no_model_is_a_configuration_error(tmp_path):

@@ -15,7 +15,7 @@ from cases import make_layout
 from models import decoder
 
 from blend.config import BlendConfig
-from blend.model.cpu import end_helpers, use_one_thread
+from blend.model.cpu import end_helpers, set_threads, use_one_thread
 from tests.store.reading import watched
 
 
@@ -41,6 +41,14 @@ def test_loading_threads_compute_alone_and_leave_everybody_else_his_threads(coun
     assert seen == {1}
     assert torch.get_num_threads() == count
     assert in_new_thread(torch.get_num_threads) == count
+
+
+def test_a_thread_keeps_the_number_it_has_set_whatever_others_set_later():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(set_threads, 2).result()
+        torch.set_num_threads(3)
+        assert pool.submit(torch.get_num_threads).result() == 2
+        assert in_new_thread(torch.get_num_threads) == 3
 
 
 def test_without_the_runtimes_doors_every_thread_keeps_its_number(monkeypatch):
