@@ -202,7 +202,7 @@ def _layer_of(tensors: Mapping[str, Tensor], index: int) -> LayerCorrection | No
     if not are_float or [tuple(factor.shape) for factor in factors] != shapes:
         raise ValueError(f"layer {index} of the KV correction has impossible shapes")
     are_finite = all(bool(factor.isfinite().all()) for factor in (*factors, torch.tensor(bounds)))
-    if not are_finite or scale.min() <= 0 or min(bounds) < 0 or bounds.reach == 0:
+    if not are_finite or scale.min() <= 0 or min(bounds) <= 0:
         raise ValueError(f"layer {index} of the KV correction has impossible numbers")
     return LayerCorrection(centre, scale, down, up, gauge, bounds, int(tensors[f"{index}.keys"]))
 

@@ -72,6 +72,7 @@ CHANGES: dict[str, Callable[[LayerCorrection], dict[str, Any]]] = {
     "gauge": lambda part: {"gauge": part.gauge[1:]},
     "keys": lambda part: {"keys": part.keys + 1},
     "no reach": lambda part: {"bounds": part.bounds._replace(reach=0.0)},
+    "no gain": lambda part: {"bounds": part.bounds._replace(keys=0.0)},
     "not a number": lambda part: {"bounds": part.bounds._replace(values=math.nan)},
     "scale of 0": lambda part: {"scale": part.scale * 0},
 }
