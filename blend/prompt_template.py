@@ -15,7 +15,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from blend.config import PromptConfig
 from blend.errors import PromptError
@@ -132,9 +132,11 @@ class TextTokenizer:
 
 # Private-use characters stand for what users wrote while the template is applied: no template contains or changes them.
 _SYSTEM, _INSTRUCTION, _CHUNKS = "\ue000", "\ue001", "\ue002"
+_PERCENT = "\ue003"
 _MARKS = re.compile(f"([{_SYSTEM}{_INSTRUCTION}{_CHUNKS}])")
-_TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 _ANY_DAY = datetime(2024, 7, 26)  # the day that Llama 3's template names where there is no clock
+_ANOTHER_DAY = datetime(2031, 12, 7, 13, 47, 58)  # differs in every part
+_DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZf"  # letters behind % in formats of dates
 
 
 class TextChunk(Protocol):
@@ -177,6 +179,13 @@ def render_chunk(chunk: TextChunk) -> str:
     return f"{title}{chunk.text.strip()}\n\n"
 
 
+class _AroundChunks(NamedTuple):
+    """Pieces of text before the chunks, and the text after the question."""
+
+    before: list[str]
+    after: str
+
+
 class PromptTemplate:
     """Turns a question and chunks into a `PromptLayout`.
 
@@ -205,9 +214,12 @@ class PromptTemplate:
         self.config = config or PromptConfig()
         self._tokenizer = tokenizer
         self._text = TextTokenizer(tokenizer)
-        self._undated = _on_any_day(getattr(tokenizer, "chat_template", None))
-        before, self._after = self._around_chunks(self._undated)
-        self.prefix = tuple(self._text.join(before))
+        template = getattr(tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        self._undated = self._around_chunks(template and _on_day(_ANY_DAY, template))
+        self._is_dated = self._undated != self._around_chunks(template and _on_day(_ANOTHER_DAY, template))
+        self.prefix = tuple(self._text.join(self._undated.before))
         if not self.prefix:
             raise PromptError("the prompt has no prefix: give the prompt an instruction or a system message")
 
@@ -225,11 +237,11 @@ class PromptTemplate:
         if not question.strip():
             raise PromptError("the question is empty")
         text = self.config.question.replace("{question}", question.strip())
-        pieces = [*self._text.pieces(text), self._after]
-        suffix = tuple(self._text.join(pieces))
-        if self._undated is None:
+        around = self._around_chunks() if self._is_dated else self._undated
+        suffix = tuple(self._text.join([*self._text.pieces(text), around.after]))
+        if not self._is_dated:
             return PromptLayout.of_chunks(self.prefix, chunks, suffix)
-        today = tuple(self._text.join(self._around_chunks()[0]))
+        today = tuple(self._text.join(around.before))
         return PromptLayout.of_chunks(today, chunks, suffix, self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
@@ -244,8 +256,8 @@ class PromptTemplate:
         """Token ids of a text, none of them a control token (`blend.prompt_template`)."""
         return self._text.text(text)
 
-    def _around_chunks(self, template: str | None = None) -> tuple[list[str], str]:
-        """The pieces before the chunks, and the text after the question. template: instead of the tokenizer's own."""
+    def _around_chunks(self, template: str | None = None) -> _AroundChunks:
+        """What stands around the chunks. template: instead of the tokenizer's own."""
         chosen = {} if template is None else {"chat_template": template}
         user = f"{_INSTRUCTION}{_CHUNKS}"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
@@ -263,16 +275,22 @@ class PromptTemplate:
         pieces: list[str] = []
         for part in _MARKS.split(before):
             pieces += self._text.pieces(written[part]) if part in written else [part]
-        return pieces, after
+        return _AroundChunks(pieces, after)
 
     def _apply(self, messages: list[dict[str, str]], template: Mapping[str, str]) -> str:
         # Reasoning models answer directly: a chain of thought in front would be measured as the answer.
         return apply_chat_template(self._tokenizer, messages, enable_thinking=False, **template)
 
 
-def _on_any_day(template: Any) -> str | None:
-    """A template that writes today's date, with a fixed date instead; None for templates without dates."""
-    text = template.get("default") if isinstance(template, dict) else template
-    if not isinstance(text, str) or not _TODAY.search(text):
-        return None
-    return _TODAY.sub(lambda match: repr(_ANY_DAY.strftime(match[2])), text)
+def _on_day(day: datetime, template: str) -> str:
+    """A chat template that writes this day instead of today, whatever way its source asks for it.
+
+    A macro takes the place of transformers' `strftime_now`. It replaces the directives of a format one by one, since templates
+    have no clock of their own.
+    """
+    directives = [f"%{flag}{letter}" for letter in _DIRECTIVES for flag in ("", "-")]
+    written = [("%%", _PERCENT), *((directive, day.strftime(directive)) for directive in directives), (_PERCENT, "%")]
+    loop = "{% set day = namespace(text=format) %}{% for directive, words in " + repr(written) + " %}"
+    replaced = "{% set day.text = day.text.replace(directive, words) %}{% endfor %}{{ day.text }}"
+    # The empty expression keeps a line break in front of the template.
+    return f"{{% macro strftime_now(format) %}}{loop}{replaced}{{% endmacro %}}{{{{ '' }}}}{template}"

@@ -1,5 +1,7 @@
 """Prompts: the model's own chat template around chunks, tokenised segment by segment."""
 
+import re
+from datetime import datetime
 from functools import cache
 
 import pytest
@@ -98,6 +100,41 @@ def test_prefix_and_chunks_are_the_same_in_every_prompt(name):
     assert one.chunks[0] == template.chunk_ids(PASSAGES[0])
     assert template.layout(QUESTION, []).token_ids == (*one.prefix, *one.suffix)
     assert template.layout_of_ids(QUESTION, one.chunks) == one
+
+
+@pytest.mark.parametrize(
+    ("before", "day"),
+    [
+        ("{% set form = '%d %b %Y' %}", "strftime_now(form)"),
+        ("", "strftime_now(format='%d %b %Y')"),
+        ("", "strftime_now('%d ' ~ '%b %Y')"),
+        ("{% set now = strftime_now %}", "now('%d %b %Y')"),
+        ("\n{% macro today() %}{{ strftime_now('%d %b %Y') }}{% endmacro %}\n", "today()"),
+        ("{% if strftime_now is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}", "day"),
+    ],
+)
+def test_caches_are_kept_behind_a_fixed_day_however_a_template_asks_for_today(before, day):
+    tokenizer = _tokenizer(DATED.replace("strftime_now('%d %b %Y')", day).replace("{{", f"{before}{{{{", 1))
+    template = PromptTemplate(tokenizer)
+    layout = template.layout(QUESTION, PASSAGES)
+    dates = [re.search(r"Today: (.*)<", tokenizer.decode(ids))[1] for ids in (layout.prefix, template.prefix)]
+    assert dates == [f"{datetime.now():%d %b %Y}", "26 Jul 2024"]
+    assert tokenizer.decode(layout.prefix).replace(*dates) == tokenizer.decode(template.prefix)
+
+
+def test_every_part_of_a_day_is_fixed():
+    forms = "%A %-d %B %j %H:%M:%S %F %%d"
+    tokenizer = _tokenizer(DATED.replace("%d %b %Y", forms))
+    prefix = tokenizer.decode(PromptTemplate(tokenizer).prefix)
+    assert "Today: Friday 26 July 208 00:00:00 2024-07-26 %d<" in prefix
+
+
+def test_a_day_behind_the_question_is_today():
+    tokenizer = _tokenizer(CHATML + "{{ strftime_now('%d %b %Y') }}")
+    template = PromptTemplate(tokenizer)
+    layout = template.layout(QUESTION, PASSAGES)
+    assert tokenizer.decode(layout.suffix).endswith(f"{datetime.now():%d %b %Y}")
+    assert layout.prefix == template.prefix
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
