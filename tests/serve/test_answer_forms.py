@@ -239,6 +239,19 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         "too large|4007 items",
     ),
     "reference to itself": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no answer has this form"),
+    "a bound that would be reached": (
+        {"properties": {"a": {"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}}},
+        "exclusiveMinimum 1 is not supported beside these bounds; use minimum",
+    ),
+    "a bound below zero": (
+        {"anyOf": [{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0.0}]},
+        "exclusiveMaximum 0.0 is not supported beside these bounds; use maximum",
+    ),
+    "a number beyond 64-bit floats": ({"enum": [2, 2**53 + 1]}, "9007199254740993 has more digits than a 64-bit float"),
+    "a name that comes twice": (
+        {"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}, "minProperties": 3},
+        "minProperties 3 is not supported: one name could come twice",
+    ),
     "endless reference": ({"$ref": "#/$defs/node", "$defs": {"node": ENDLESS}}, "too large to follow"),
 }
 
@@ -254,6 +267,18 @@ def test_a_hostile_schema_is_refused_with_the_reason(listen: Callable[..., Serve
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, FIELD), response.text
     assert re.search(reason, error["message"]), error["message"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 2},
+        {"type": "integer", "exclusiveMinimum": 2**53, "exclusiveMaximum": 2**53 + 4},
+        {"type": "object", "required": ["a"], "minProperties": 2, "maxProperties": 3},
+    ],
+)
+def test_bounds_that_are_kept_are_not_refused(listen: Callable[..., Served], schema: dict[str, Any]) -> None:
+    assert ask_for(listen(), {"type": "object", "properties": {"a": schema}}).status_code == 200
 
 
 def test_the_parameters_of_a_strict_function_are_checked_too(served_tools: Callable[[str], Served]) -> None:

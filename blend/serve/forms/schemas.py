@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,9 @@ _CPU_S = 1  # a usual schema takes some ms, 1,000 required properties 30 ms
 _MEMORY = 128 << 20  # bytes that compiling may allocate; a usual schema takes some MB
 _MOST_LEXER_STATES = 50_000  # 1 to 2 KB each, during one answer
 _TRIED_STEPS = 64
+_EXACT = 1 << 53  # integers up to here are exact as 64-bit floats
+_LONGEST_NUMBER = 40  # characters of it in a message
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 TOO_LARGE = "the schema is too large to follow"
 _MOST_WORDS = 200  # characters of the library's message
 
@@ -41,17 +44,45 @@ class Schema(NamedTuple):
 
 
 def written_schema(field: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> Schema:
-    """A schema of a request with the library's options. Raises `FieldError` if it holds too long a text."""
+    """A schema of a request with the library's options.
+
+    Raises `FieldError` for what an answer could break, unless the options are lenient, and for too long a text.
+    """
+    for value in _values(schema):
+        if isinstance(value, str) and len(value) > LONGEST_TEXT:
+            raise FieldError(f"{field}: a text has {len(value):,} characters; {LONGEST_TEXT:,} are allowed", field)
+        if not options["lenient"] and (fault := _uncountable(value)):
+            raise FieldError(f"{field}: {fault}", field)
+    return Schema(field, json.dumps({**schema, "x-guidance": options}))
+
+
+def _values(schema: Any) -> Iterator[Any]:
+    """A schema and all that it holds, names too."""
     values: list[Any] = [schema]
     while values:
         value = values.pop()
+        yield value
         if isinstance(value, Mapping):
             values += (*value.keys(), *value.values())
         elif isinstance(value, list):
             values += value
-        elif isinstance(value, str) and len(value) > LONGEST_TEXT:
-            raise FieldError(f"{field}: a text has {len(value):,} characters; {LONGEST_TEXT:,} are allowed", field)
-    return Schema(field, json.dumps({**schema, "x-guidance": options}))
+
+
+def _uncountable(value: Any) -> str:
+    """Why the library would miscount this part of a schema; "" if it would not.
+
+    It takes numbers as 64-bit floats, and a name that comes twice as two properties.
+    """
+    if isinstance(value, int) and abs(value) > _EXACT and float(value) != value:
+        return f"the number {str(value)[:_LONGEST_NUMBER]} has more digits than a 64-bit float keeps; use text instead"
+    if not isinstance(value, Mapping) or not isinstance(value.get("minProperties"), int):
+        return ""
+    required = value.get("required")
+    free = value["minProperties"] - (len(required) if isinstance(required, list) else 0)
+    has_free_names = value.get("additionalProperties", True) is not False or bool(value.get("patternProperties"))
+    if free < 2 or not has_free_names:
+        return ""
+    return f"minProperties {value['minProperties']} is not supported: one name could come twice; name them as required"
 
 
 def parser_limits() -> LLParserLimits:
@@ -137,7 +168,29 @@ def _fault(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
     message = matcher.get_error()
     if message.startswith("NoExtension"):
         return "no answer has this form; a reference may lead back to itself"
-    return f"{TOO_LARGE}: {message}" if message else ""
+    return f"{TOO_LARGE}: {message}" if message else _reached_bound(schema, tokenizer, limits)
+
+
+def _reached_bound(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
+    """A bound that no number may reach, and that the library lets some reach beside the other bounds; "" without one."""
+    from llguidance import LLMatcher
+
+    parts = [json.loads(schema)]
+    options = parts[0]["x-guidance"]
+    for part in _values(parts[0]):
+        excluded = [name for name in _BOUNDS[2:] if isinstance(part, dict) and isinstance(part.get(name), int | float)]
+        for name in excluded if not options["lenient"] else ():
+            numbers = {key: part[key] for key in _BOUNDS if key in part}
+            kind = "integer" if part.get("type") == "integer" else "number"
+            alone = {"type": kind, **numbers, "x-guidance": options}
+            for written in {f"{part[name]}", f"{part[name]:g}", "-0" if part[name] == 0 else "0"}:
+                matcher = LLMatcher(
+                    tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(alone)), log_level=0, limits=limits
+                )
+                reaches = float(written) == part[name] and matcher.consume_tokens([*written.encode()])
+                if reaches and matcher.is_accepting():
+                    return f"{name} {part[name]} is not supported beside these bounds; use {name[9:].lower()}"
+    return ""
 
 
 def _peak_bytes() -> int:
