@@ -106,3 +106,120 @@ TEXT = "Причал открыт с 6 до 20, плата 30 крон."
 )
 def test_the_declared_encoding_is_taken(head, encoding):
     assert read(f"{head}<p>{TEXT}</p>".encode(encoding)).text == TEXT
+
+
+@pytest.mark.parametrize(
+    ("lists", "lines"),
+    [
+        ("<ol><li value=9>a<li>b</ol>", ["9. a", "10. b"]),
+        ("<ol start=5><li>a<li value=9>b<li>c</ol>", ["5. a", "9. b", "10. c"]),
+        ("<ol reversed><li>a<li>b<li>c</ol>", ["3. a", "2. b", "1. c"]),
+        ("<ol reversed start=8><li>a<li value=3>b<li>c</ol>", ["8. a", "3. b", "2. c"]),
+        ("<ol start=-1><li>a<li>b</ol>", ["-1. a", "0. b"]),
+        ("<ol type=a start=26><li>a<li>b</ol>", ["z. a", "aa. b"]),
+        ("<ol style='list-style-type: upper-roman' start=3><li>a<li>b</ol>", ["III. a", "IV. b"]),
+        ("<ol style='list-style: none'><li>1.1 a</ol>", ["- 1.1 a"]),
+        ("<ol type=A><li>a<ol reversed><li>x<li>y</ol><li>b</ol>", ["A. a", "2. x", "1. y", "B. b"]),
+        ("<table><tr><td><ol start=2><li>a<li>b</ol></table>", ["| 2. a 3. b |", "| --- |"]),
+    ],
+)
+def test_lists_keep_their_numbers(lists, lines):
+    assert [line.strip() for line in read(lists).text.splitlines() if line.strip()] == lines
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        ("<p>Paid <input type=checkbox checked> in cash <input type=CHECKBOX></p>", "Paid [x] in cash [ ]"),
+        ("<ul><li><input type=checkbox checked> rope<li><input type=checkbox> lamp</ul>", "- [x] rope\n- [ ] lamp"),
+        ("<input type=radio name=p>north <input type=radio name=p checked> <b>south</b>", "[ ] north [x] **south**"),
+        (
+            "<p role=checkbox aria-checked=true>Paid</p><p role=radio aria-checked=false>Free</p>",
+            "[x] Paid\n\n[ ] Free",
+        ),
+        ("<p>Pier <select><option>north<option selected>south</select></p>", "Pier south"),
+        ("<p>Pier <select><option>north<option>south<option>east</select></p>", "Pier north (or: south, east)"),
+        ("<p>Piers <select multiple><option selected>1<option>2<option selected>3</select></p>", "Piers 1, 3"),
+        ("<p>Piers <select size=2><option>1<option>2</select></p>", "Piers [ ] 1, [ ] 2"),
+        (
+            "<select><optgroup label=North><option>1</optgroup><optgroup label=South><option selected>1</select>",
+            "South: 1",
+        ),
+        ("<textarea>Fee: 31\n  per day</textarea>", "Fee: 31\nper day"),
+        ("<p>Full to <progress value=30 max=100>bar</progress></p>", "Full to 30 of 100 (bar)"),
+        ("<p>Level <meter value=.3></meter> <progress>unknown</progress></p>", "Level .3 of 1 unknown"),
+        (
+            "<p>Fee <input value=31><input hidden value=77><input style='display:none' type=checkbox checked></p>",
+            "Fee 31",
+        ),
+        ("<body><input type=checkbox id=menu><label for=menu></label><p>Fee: 31.</p>", "Fee: 31."),
+    ],
+)
+def test_fields_say_what_is_typed_ticked_and_chosen(html, text):
+    assert read(html).text == text
+
+
+def xhtml(head, body):
+    return (
+        '<?xml version="1.0"?><html xmlns="http://www.w3.org/1999/xhtml">'
+        f"<head>{head}</head><body><h1>Gate</h1>{body}<p>It opens at 04:10.</p></body></html>"
+    )
+
+
+CLOSED = (
+    "title",
+    "script src='a>b'",
+    "style",
+    "p",
+    "a id='x'",
+    "textarea",
+    "iframe",
+    "div",
+    "select",
+    "b",
+    "noscript",
+    "xmp",
+)
+
+
+@pytest.mark.parametrize("element", CLOSED)
+def test_closed_elements_of_xhtml_take_nothing_with_them(element):
+    assert read(xhtml("<title>Gate</title>", f"<{element}/>")).text == "# Gate\n\nIt opens at 04:10."
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        xhtml("<title/>", ""),
+        xhtml("<script\nsrc='k.js' />", "<br></br>"),
+        xhtml("", "").replace('<?xml version="1.0"?>', "<?xml-stylesheet href='a>b'?>"),
+        "<!DOCTYPE html PUBLIC '-//W3C//DTD XHTML 1.1//EN' 'x'><style/><h1>Gate</h1><p>It opens at 04:10.",
+        "<!DOCTYPE html [<!ENTITY at '04:10'>]><html xmlns='http://www.w3.org/1999/xhtml'><h1>Gate</h1><p>It opens at &at;.",
+        xhtml("<title/>", "")
+        .replace("xmlns=", "xmlns:h=")
+        .replace("</", "</h:")
+        .replace("<h", "<h:h")
+        .replace("<p", "<h:p"),
+        xhtml("", "").replace("It opens", "<![CDATA[It opens]]>"),
+    ],
+)
+def test_every_spelling_of_xhtml(html):
+    assert read(html).text.split() == ["#", "Gate", "It", "opens", "at", "04:10."]
+
+
+def test_pages_are_xhtml_by_their_suffix_too():
+    page = b"<html><head><title/></head><body><pre>1 <![CDATA[< 2 & 3]]></pre></body></html>"
+    assert load_bytes("page.xhtml", page).documents[0].text == "```\n1 < 2 & 3\n```"
+
+
+def test_formulas_with_a_prefix_keep_their_value():
+    formula = (
+        '<m:math xmlns:m="http://www.w3.org/1998/Math/MathML"><m:mfrac><m:mn>1</m:mn><m:mn>2</m:mn></m:mfrac></m:math>'
+    )
+    assert "1/2" in read(xhtml("", f"<p>{formula}</p>")).text
+
+
+def test_an_html_page_is_no_xhtml():
+    text = read("<!doctype html><p><a href=http://orm.example/>Orm</a> <![CDATA[x]]> &lt;b/&gt; a<b/>c").text
+    assert "Orm" in text
+    assert "<b/>" in text

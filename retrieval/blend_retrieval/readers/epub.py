@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import zipfile
 from collections.abc import Iterator
 from urllib.parse import unquote
@@ -10,11 +11,13 @@ from xml.etree import ElementTree as ET
 
 from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
-from blend_retrieval.readers.html import read_html
+from blend_retrieval.readers.html import read_xhtml
 from blend_retrieval.readers.zipped import opened_zip
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
+_PAGES = ("application/xhtml+xml", "text/html", "text/x-oeb1-document", "application/x-dtbook+xml")
+_PICTURE = re.compile(rb"<(?:\w+:)?(?:img|image|svg|object)\b", re.IGNORECASE)
 _TITLE = ".//{http://purl.org/dc/elements/1.1/}title"
 
 
@@ -29,14 +32,18 @@ def read_epub(data: bytes, title: str) -> Parts:
             raise UnreadableError("is no EPUB: it does not list its chapters") from None
         named = (package.findtext(_TITLE) or "").strip()
         chapters = []
-        faults = []
+        faults = _unlisted(package)
         for chapter in _chapters(package, posixpath.dirname(place)):
             try:
-                parts = read_html(_chapter(book, chapter), "")
+                content = _chapter(book, chapter)
+                parts = read_xhtml(content, "")
             except (UnreadableError, DecodingError) as error:
                 faults.append(Fault(f"chapter {chapter}", str(error)))
                 continue
-            chapters += [part.text for part in parts if isinstance(part, Part)]
+            texts = [part.text for part in parts if isinstance(part, Part) and part.text]
+            chapters += texts
+            if not texts and _PICTURE.search(content):
+                faults.append(Fault(f"chapter {chapter}", "holds only pictures", 0))
     text = "\n\n".join(chapters)
     document = Part("", named or title, text, "markdown")
     return [document, *faults]
@@ -50,6 +57,19 @@ def _chapters(package: ET.Element, folder: str) -> Iterator[str]:
         if place := places.get(reference.get("idref")):
             path = posixpath.join(folder, unquote(place))
             yield posixpath.normpath(path)
+
+
+def _unlisted(package: ET.Element) -> list[Fault]:
+    """Chapters of the reading order that the book's list of files lacks, and pages that stand in no reading order."""
+    items = [item for item in package.iterfind(".//{*}item") if item.get("href")]
+    listed = {item.get("id") for item in items}
+    order = {reference.get("idref") for reference in package.iterfind(".//{*}itemref")}
+    faults = [Fault(f"chapter {name}", "is not in the book's list of files") for name in order - listed if name]
+    for item in items:
+        is_page = item.get("media-type") in _PAGES and "nav" not in (item.get("properties") or "").split()
+        if is_page and item.get("id") not in order:
+            faults.append(Fault(f"page {item.get('href')}", "is not in the reading order, so it is not read"))
+    return faults
 
 
 def _chapter(book: zipfile.ZipFile, place: str) -> bytes:

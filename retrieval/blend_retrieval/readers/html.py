@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from blend_retrieval.decoding import decode
+from blend_retrieval.decoding import Decoded, decode
 from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
+from blend_retrieval.readers.html_fields import write_fields
+from blend_retrieval.readers.html_lists import mark_numbers, with_numbers
+from blend_retrieval.readers.xhtml import html_of_xhtml, is_xhtml
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
@@ -22,8 +25,6 @@ _NOISE = (
 _HEADINGS = "h1, h2, h3, h4, h5, h6"
 _SECTIONS = ("article", "main", "section", "aside", "blockquote")
 _SOFT_HYPHEN = "\u00ad"
-_TYPED = "input[value]"
-_UNTYPED = ("hidden", "submit", "button", "reset", "image", "checkbox", "radio", "password")
 
 # MathML in one line. The blank keeps 3 1/4 from becoming 31/4.
 _FORMS = {
@@ -44,11 +45,14 @@ _UNSEEN = ("annotation", "annotation-xml", "mphantom")
 
 
 def html_to_markdown(html: str) -> tuple[str, str]:
-    """(title or "", Markdown) of a page. Raises `UnreadableError` if its elements are nested too deeply."""
+    """(title or "", Markdown) of a page, or of a page in XHTML that says so.
+
+    Raises `UnreadableError` if its elements are nested too deeply.
+    """
     from html_to_markdown import ConversionOptions, PreprocessingOptions, convert
     from selectolax.lexbor import LexborHTMLParser
 
-    tree = LexborHTMLParser(html)
+    tree = LexborHTMLParser(html_of_xhtml(html) if is_xhtml(html) else html)
     heading = tree.css_first("head > title") or tree.css_first("h1")
     title = (heading and heading.text()) or ""
     _prepare(tree)
@@ -68,7 +72,7 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     result = convert(tree.html or "", options)
     if result.warnings:
         raise UnreadableError(f"cannot be read whole: {result.warnings[0].message}")
-    markdown = (result.content or "").replace(_SOFT_HYPHEN, "")
+    markdown = with_numbers(result.content or "").replace(_SOFT_HYPHEN, "")
     return title, markdown.strip()
 
 
@@ -79,9 +83,8 @@ def _prepare(tree: LexborHTMLParser) -> None:
             node.decompose()
     for formula in tree.css("math"):
         formula.replace_with(_linear(formula).strip())
-    for box in tree.css(_TYPED):
-        if box.attributes.get("type") not in _UNTYPED:
-            box.replace_with(box.attributes["value"] or "")
+    write_fields(tree)
+    mark_numbers(tree)
 
 
 def _belongs_to_text(node: LexborNode) -> bool:
@@ -120,9 +123,23 @@ def _operand(formula: str) -> str:
 
 def read_html(data: bytes, title: str) -> Parts:
     """Read a page under its own title, in its declared or detected encoding."""
+    text, note = _decoded(data)
+    return _page(text, note, title)
+
+
+def read_xhtml(data: bytes, title: str) -> Parts:
+    """Read a page in XHTML, whether it says so or not."""
+    text, note = _decoded(data)
+    return _page(html_of_xhtml(text), note, title)
+
+
+def _decoded(data: bytes) -> Decoded:
     declared = _ENCODING.search(data, 0, _DECLARED_WITHIN)
     encoding = declared.expand(rb"\1\2").decode() if declared else ""
-    text, note = decode(data, encoding)
+    return decode(data, encoding)
+
+
+def _page(text: str, note: str, title: str) -> Parts:
     named, markdown = html_to_markdown(text)
     page = Part("", named or title, markdown, "markdown")
     return [page, *notes(note)]
