@@ -31,13 +31,6 @@ def test_word():
     assert "| Harbour | Fee |\n| --- | --- |\n| Orm | 31 |" in document.text
 
 
-def test_what_word_holds_beside_text_is_named():
-    formula = "<w:p><m:oMathPara><m:oMath><m:r><m:t>1</m:t></m:r></m:oMath></m:oMathPara></w:p>"
-    (document,), skipped = load_bytes("a.docx", docx(paragraph("Text.") + formula))
-    assert document.text == "Text."
-    assert any("oMath" in one.source and "not read" in one.reason for one in skipped)
-
-
 def test_slides():
     from pptx import Presentation
     from pptx.util import Inches

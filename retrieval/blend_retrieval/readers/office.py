@@ -1,4 +1,4 @@
-"""Word, PowerPoint and Excel files as Markdown."""
+"""PowerPoint and Excel files as Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from datetime import datetime, time
 from typing import TYPE_CHECKING, Any
 
 from blend_retrieval.readers.base import Fault, Part, Parts
-from blend_retrieval.readers.html import html_to_markdown
 from blend_retrieval.readers.tables import markdown_table
 from blend_retrieval.readers.zipped import opened_zip
 
@@ -16,23 +15,6 @@ if TYPE_CHECKING:
     from openpyxl.workbook import Workbook
 
 MOST_CELLS = 2_000_000  # of a workbook
-_STYLES = "p[style-name='Title'] => h1:fresh\np.Title => h1:fresh"
-_IGNORED = "An unrecognised element was ignored: "
-
-
-def read_docx(data: bytes, title: str) -> Parts:
-    """Read one document, under its first heading. Elements that mammoth does not know, such as formulas, are faults."""
-    import mammoth
-
-    opened_zip(data).close()
-    no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
-    result = mammoth.convert_to_html(io.BytesIO(data), convert_image=no_pictures, style_map=_STYLES)
-    heading, markdown = html_to_markdown(result.value)
-    messages = [message.message for message in result.messages]
-    ignored = [text.removeprefix(_IGNORED) for text in messages if text.startswith(_IGNORED)]
-    faults = [Fault(f"element {name}", "is of a kind that is not read") for name in ignored]
-    document = Part("", heading or title, markdown, "markdown")
-    return [document, *faults]
 
 
 def read_pptx(data: bytes, title: str) -> Parts:

@@ -1,0 +1,93 @@
+"""Formulas of Word files in one line, such as (a+b)/2 or x_1^2."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree as ET
+
+MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_FORMS = {  # the parts of an element, and how they are written
+    "sSup": ("e sup", "{}^{}"),
+    "sSub": ("e sub", "{}_{}"),
+    "sSubSup": ("e sub sup", "{}_{}^{}"),
+    "sPre": ("sub sup e", "_{}^{} {}"),
+    "limLow": ("e lim", "{}_{}"),
+    "limUpp": ("e lim", "{}^{}"),
+}
+_ROWS = {"m": "[{}]", "eqArr": "{}"}
+
+
+def linear(element: ET.Element) -> str:
+    """A formula in one line."""
+    name = element.tag.removeprefix(MATH)
+    if name == "t":
+        return element.text or ""
+    if name.endswith("Pr"):
+        return ""
+    if name in _FORMS:
+        parts, form = _FORMS[name]
+        return form.format(*(_operand(_part(element, part)) for part in parts.split()))
+    if name in _ROWS:
+        rows = [row for row in element if row.tag in (f"{MATH}mr", f"{MATH}e")]
+        return _ROWS[name].format("; ".join(map(_row, rows)))
+    special = _SPECIAL.get(name)
+    return special(element) if special else "".join(map(linear, element))
+
+
+def _part(element: ET.Element, name: str) -> str:
+    part = element.find(MATH + name)
+    return "" if part is None else linear(part)
+
+
+def _row(row: ET.Element) -> str:
+    if row.tag == f"{MATH}e":
+        return linear(row)
+    return ", ".join(map(linear, row))
+
+
+def _operand(formula: str) -> str:
+    words = formula.strip()
+    if len(words) < 2 or words.isalnum():
+        return words
+    return f"({words})"
+
+
+def _sign(element: ET.Element, name: str, default: str) -> str:
+    """A sign among an element's properties."""
+    for sign in element.iterfind(f"*/{MATH}{name}"):
+        return sign.get(f"{MATH}val", "")
+    return default
+
+
+def _fraction(element: ET.Element) -> str:
+    above, below = (_operand(_part(element, name)) for name in ("num", "den"))
+    if _sign(element, "type", "bar") == "noBar":
+        return f"({above} over {below})"
+    return f" {above}/{below}"  # the blank keeps 3 1/4 from becoming 31/4
+
+
+def _root(element: ET.Element) -> str:
+    degree = _operand(_part(element, "deg"))
+    radicand = _part(element, "e")
+    return f"{_operand(radicand)}^(1/{degree})" if degree else f"√({radicand})"
+
+
+def _delimited(element: ET.Element) -> str:
+    inner = _sign(element, "sepChr", "|").join(map(linear, element.findall(f"{MATH}e")))
+    return _sign(element, "begChr", "(") + inner + _sign(element, "endChr", ")")
+
+
+def _sum(element: ET.Element) -> str:
+    low, high = (_operand(_part(element, name)) for name in ("sub", "sup"))
+    limits = (f"_{low}" if low else "") + (f"^{high}" if high else "")
+    return f"{_sign(element, 'chr', '∫')}{limits} {_part(element, 'e')}"
+
+
+def _function(element: ET.Element) -> str:
+    return f"{_part(element, 'fName')} {_operand(_part(element, 'e'))}"
+
+
+def _accented(element: ET.Element) -> str:
+    return _operand(_part(element, "e")) + _sign(element, "chr", "\u0302")
+
+
+_SPECIAL = {"f": _fraction, "rad": _root, "d": _delimited, "nary": _sum, "func": _function, "acc": _accented}

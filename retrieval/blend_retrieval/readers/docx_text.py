@@ -1,0 +1,387 @@
+"""A Word file with everything that a reader of the page sees written into its text.
+
+The library that converts the result, mammoth, knows neither numbers of lists nor fields without a stored text, nor formulas,
+headers, footers and comments.
+"""
+
+from __future__ import annotations
+
+import io
+import posixpath
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from xml.etree import ElementTree as ET
+
+from blend_retrieval.readers.base import Fault
+from blend_retrieval.readers.docx_formulas import MATH, linear
+from blend_retrieval.readers.docx_numbers import WORD, Numbers, is_on, value
+
+MARK_START, MARK_END = "\ue9f0", "\ue9f1"  # around a number; for private use, in no document
+_WORD_2010 = "{http://schemas.microsoft.com/office/word/2010/wordml}"
+_COMPATIBLE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
+_RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}id"
+_STRICT = (
+    (
+        b"http://purl.oclc.org/ooxml/wordprocessingml/main",
+        b"http://schemas.openxmlformats.org/wordprocessingml/2006/main",
+    ),
+    (b"http://purl.oclc.org/ooxml/officeDocument/math", b"http://schemas.openxmlformats.org/officeDocument/2006/math"),
+    (
+        b"http://purl.oclc.org/ooxml/officeDocument/relationships",
+        b"http://schemas.openxmlformats.org/officeDocument/2006/relationships",
+    ),
+)
+_MAIN = "word/document.xml"
+_PAGE_FIELDS = ("PAGE", "NUMPAGES", "SECTIONPAGES")
+_WITHOUT_RESULT = ("FORMCHECKBOX", "FORMDROPDOWN")
+_MEDIA = "word/media/"
+_PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/main}blip"
+_CONTENTS = {
+    "{http://schemas.openxmlformats.org/drawingml/2006/chart}chart": "chart",
+    "{http://schemas.microsoft.com/office/drawing/2014/chartex}chart": "chart",
+    "{http://schemas.openxmlformats.org/drawingml/2006/diagram}relIds": "diagram",
+    "{urn:schemas-microsoft-com:office:office}OLEObject": "embedded object",
+    f"{WORD}control": "ActiveX control",
+}
+_HEADING_LEVELS = 6
+
+
+class Package:
+    """The parts of a Word file, and the relations between them."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self.archive = archive
+        self._names = set(archive.namelist())
+        self.main = next((target for _, kind, target in self.relations("") if kind == "officeDocument"), _MAIN)
+
+    def root(self, name: str) -> ET.Element | None:
+        """The root element of a part, in the transitional format; None if there is no such part."""
+        if name not in self._names:
+            return None
+        content = self.archive.read(name)
+        for strict, transitional in _STRICT:
+            content = content.replace(strict, transitional)
+        return ET.fromstring(content)
+
+    def relations(self, part: str) -> Iterator[tuple[str, str, str]]:
+        """The id, the kind (such as "header") and the target of each relation of a part."""
+        folder, name = posixpath.split(part)
+        root = self.root(posixpath.join(folder, "_rels", f"{name}.rels"))
+        for relation in root if root is not None else ():
+            target = relation.get("Target", "")
+            place = target.lstrip("/") if target.startswith("/") else posixpath.normpath(posixpath.join(folder, target))
+            yield relation.get("Id", ""), posixpath.basename(relation.get("Type", "")), place
+
+    def related(self, kind: str) -> str:
+        """The part of this kind that the document names, or ""."""
+        return next((target for _, name, target in self.relations(self.main) if name == kind), "")
+
+    def with_parts(self, parts: dict[str, ET.Element]) -> bytes:
+        """The file with these parts in the place of its own, without media."""
+        data = io.BytesIO()
+        with zipfile.ZipFile(data, "w") as copy:
+            for name in sorted(self._names):
+                if name in parts:
+                    copy.writestr(name, ET.tostring(parts[name], "utf-8", xml_declaration=True))
+                elif not name.startswith(_MEDIA):
+                    copy.writestr(name, self.archive.read(name))
+        return data.getvalue()
+
+
+def _run(text: str) -> ET.Element:
+    run = ET.Element(f"{WORD}r")
+    run.append(_text(text))
+    return run
+
+
+def _text(text: str) -> ET.Element:
+    element = ET.Element(f"{WORD}t", {"{http://www.w3.org/XML/1998/namespace}space": "preserve"})
+    element.text = text
+    return element
+
+
+def _paragraph(text: str) -> ET.Element:
+    paragraph = ET.Element(f"{WORD}p")
+    paragraph.append(_run(text))
+    return paragraph
+
+
+class WordText:
+    """Rewrites the parts of a document, and counts what is not read."""
+
+    def __init__(self, package: Package) -> None:
+        self._package = package
+        numbering = package.root(package.related("numbering"))
+        self._styles = package.root(package.related("styles"))
+        self._numbers = Numbers(numbering, self._styles)
+        self._comments = self._read_comments()
+        self._unread: Counter[str] = Counter()
+        self._notes: dict[str, None] = {}
+        self._rewriters: dict[str, Callable[[ET.Element], Iterable[ET.Element]]] = {
+            f"{_COMPATIBLE}AlternateContent": self._alternative,
+            f"{MATH}oMath": self._formula,
+            f"{MATH}oMathPara": self._inside,
+            f"{WORD}p": self._numbered,
+            f"{WORD}r": self._visible,
+            f"{WORD}sdt": self._control,
+            f"{WORD}fldChar": self._form_field,
+            f"{WORD}instrText": self._instruction,
+            f"{WORD}fldSimple": self._inside,
+            f"{WORD}dir": self._inside,
+            f"{WORD}bdo": self._inside,
+            f"{WORD}ruby": self._ruby,
+            f"{WORD}cr": lambda element: [ET.Element(f"{WORD}br")],
+            f"{WORD}ptab": lambda element: [ET.Element(f"{WORD}tab")],
+            f"{WORD}drawing": self._drawing,
+            f"{WORD}pict": self._object,
+            f"{WORD}object": self._object,
+            f"{WORD}del": self._deleted,
+            f"{WORD}commentReference": self._comment,
+            f"{WORD}bookmarkStart": lambda element: [],
+            f"{WORD}bookmarkEnd": lambda element: [],
+        }
+
+    def prepared(self) -> bytes:
+        """The file for mammoth."""
+        package = self._package
+        parts = {}
+        for name in (package.main, package.related("footnotes"), package.related("endnotes")):
+            root = package.root(name)
+            if root is not None:
+                self._rewrite_children(root)
+                parts[name] = root
+        body = parts[package.main].find(f"{WORD}body") if package.main in parts else None
+        if body is not None:
+            headers, footers = self._page_frames(body)
+            for place, text in enumerate(headers):
+                body.insert(place, _paragraph(text))
+            body.extend(map(_paragraph, footers))
+        return package.with_parts(parts)
+
+    def heading_styles(self) -> Iterator[str]:
+        """Rules for mammoth: styles of the document's own that are headings."""
+        for style in self._styles if self._styles is not None else ():
+            name = style.get(f"{WORD}styleId", "")
+            depth = self._numbers.outline_level(name) if style.get(f"{WORD}type") == "paragraph" else None
+            shown_name = value(style, "name") or ""
+            is_usual = shown_name.lower().startswith(("heading ", "toc", "title"))
+            if depth is not None and depth < _HEADING_LEVELS and not is_usual and name.replace("-", "").isalnum():
+                yield f"p.{name} => h{depth + 1}:fresh"
+
+    def faults(self) -> Iterator[Fault]:
+        """What is not read of the document, after `prepared`."""
+        for kind, count in self._unread.items():
+            yield Fault(
+                "",
+                f"holds {count:,} {kind}{'s' if count > 1 else ''}, which {'are' if count > 1 else 'is'} not read",
+                0,
+            )
+        for note in self._notes:
+            yield Fault("", note, 0)
+        for kind in sorted(self._numbers.unknown_formats):
+            yield Fault("", f"has lists in the numerals {kind}, which are read as decimal numbers", 0)
+
+    def _rewritten(self, element: ET.Element) -> Iterable[ET.Element]:
+        rewrite = self._rewriters.get(element.tag)
+        if rewrite is not None:
+            return rewrite(element)
+        self._rewrite_children(element)
+        return [element]
+
+    def _rewrite_children(self, element: ET.Element) -> None:
+        element[:] = list(self._inside(element))
+
+    def _inside(self, element: ET.Element) -> Iterable[ET.Element]:
+        """The rewritten children of an element."""
+        return list(chain.from_iterable(map(self._rewritten, element)))
+
+    def _alternative(self, element: ET.Element) -> Iterable[ET.Element]:
+        """What Word shows: a text box by its new description, everything else by the old one that mammoth knows."""
+        choice = element.find(f"{_COMPATIBLE}Choice")
+        fallback = element.find(f"{_COMPATIBLE}Fallback")
+        if choice is not None and (fallback is None or choice.find(f".//{WORD}txbxContent") is not None):
+            return self._inside(choice)
+        return () if fallback is None else self._inside(fallback)
+
+    def _formula(self, element: ET.Element) -> Iterable[ET.Element]:
+        return [_run(linear(element).strip())]
+
+    def _numbered(self, paragraph: ET.Element) -> Iterable[ET.Element]:
+        properties = paragraph.find(f"{WORD}pPr")
+        mark = None if properties is None else properties.find(f"{WORD}rPr")
+        is_gone = mark is not None and any(mark.find(WORD + name) is not None for name in ("del", "moveFrom"))
+        number = None if is_gone else self._numbers.next_number(paragraph)
+        self._rewrite_children(paragraph)
+        if number is not None:
+            place = 0 if properties is None else 1
+            paragraph.insert(place, _run(f"{MARK_START}{number}{MARK_END}"))
+        return [paragraph]
+
+    def _visible(self, run: ET.Element) -> Iterable[ET.Element]:
+        if is_on(run.find(f"{WORD}rPr/{WORD}vanish")):
+            if any(text.text for text in run.iter(f"{WORD}t")):
+                self._notes["its hidden text is not read"] = None
+            return ()
+        self._rewrite_children(run)
+        return [run]
+
+    def _control(self, control: ET.Element) -> Iterable[ET.Element]:
+        """A content control: a box as [x] or [ ], everything else as the text that it shows."""
+        content = control.find(f"{WORD}sdtContent")
+        box = control.find(f"{WORD}sdtPr/{_WORD_2010}checkbox")
+        if content is None:
+            return ()
+        if box is None:
+            return self._inside(content)
+        checked = box.find(f"{_WORD_2010}checked")
+        is_checked = checked is not None and checked.get(f"{_WORD_2010}val", "1") not in ("0", "false")
+        sign = "[x]" if is_checked else "[ ]"
+        run = next(content.iter(f"{WORD}r"), None)
+        if run is None:
+            return [_run(sign)]
+        signs = [*run.iter(f"{WORD}t"), *run.iter(f"{WORD}sym")]
+        for element in signs:
+            run.remove(element)
+        run.append(_text(sign))
+        return self._inside(content)
+
+    def _form_field(self, element: ET.Element) -> Iterable[ET.Element]:
+        """A field of an old form: the state of a box, the chosen entry of a list."""
+        form = element.find(f"{WORD}ffData")
+        if form is None:
+            return [element]
+        element.remove(form)
+        box = form.find(f"{WORD}checkBox")
+        entries = form.find(f"{WORD}ddList")
+        if box is not None:
+            state = box.find(f"{WORD}checked")
+            state = box.find(f"{WORD}default") if state is None else state
+            return [element, _text("[x]" if is_on(state) else "[ ]")]
+        if entries is not None:
+            place = int(value(entries, "result") or value(entries, "default") or "0")
+            names = [entry.get(f"{WORD}val", "") for entry in entries.iterfind(f"{WORD}listEntry")]
+            return [element, _text(names[place] if place < len(names) else "")]
+        return [element]
+
+    def _instruction(self, element: ET.Element) -> Iterable[ET.Element]:
+        is_form = (element.text or "").strip().startswith(_WITHOUT_RESULT)
+        return () if is_form else [element]
+
+    def _ruby(self, element: ET.Element) -> Iterable[ET.Element]:
+        """Text with its reading behind it."""
+        base, reading = (element.find(f"{WORD}{name}") for name in ("rubyBase", "rt"))
+        runs = [*(base if base is not None else ()), _run(f"({_plain(reading)})")]
+        return [inner for run in runs for inner in run if inner.tag != f"{WORD}rPr"]
+
+    def _drawing(self, element: ET.Element) -> Iterable[ET.Element]:
+        boxes = list(_outermost(element, f"{WORD}txbxContent"))
+        self._count_unread(element, boxes)
+        if not boxes:
+            return [element]
+        picture = ET.Element(f"{WORD}pict")
+        for box in boxes:
+            picture.extend(self._inside(box))
+        return [picture]
+
+    def _object(self, element: ET.Element) -> Iterable[ET.Element]:
+        self._count_unread(element, [])
+        self._rewrite_children(element)
+        return [element]
+
+    def _count_unread(self, element: ET.Element, boxes: Iterable[ET.Element]) -> None:
+        inside = {id(inner) for box in boxes for inner in box.iter()}
+        for inner in element.iter():
+            if id(inner) in inside:
+                continue
+            if inner.tag in (_PICTURE, "{urn:schemas-microsoft-com:vml}imagedata"):
+                self._unread["picture"] += 1
+            elif inner.tag in _CONTENTS:
+                self._unread[_CONTENTS[inner.tag]] += 1
+
+    def _deleted(self, element: ET.Element) -> Iterable[ET.Element]:
+        if element.find(f".//{WORD}delText") is not None:
+            self._notes["its deleted text (tracked changes) is not read"] = None
+        return [element]
+
+    def _comment(self, element: ET.Element) -> Iterable[ET.Element]:
+        comment = self._comments.get(element.get(f"{WORD}id", ""))
+        return [_text(f" [{comment}]")] if comment else ()
+
+    def _read_comments(self) -> dict[str, str]:
+        root = self._package.root(self._package.related("comments"))
+        comments = {}
+        for comment in root if root is not None else ():
+            author = comment.get(f"{WORD}author", "").strip()
+            text = " ".join(filter(None, map(_plain, comment.iter(f"{WORD}p"))))
+            if text:
+                comments[comment.get(f"{WORD}id", "")] = (
+                    f"comment by {author}: {text}" if author else f"comment: {text}"
+                )
+        return comments
+
+    def _page_frames(self, body: ET.Element) -> tuple[list[str], list[str]]:
+        """The distinct lines of the headers, and those of the footers."""
+        places = {name: target for name, _, target in self._package.relations(self._package.main)}
+        settings = self._package.root(self._package.related("settings"))
+        has_even = settings is not None and is_on(settings.find(f"{WORD}evenAndOddHeaders"))
+        lines: dict[str, dict[str, None]] = {"header": {}, "footer": {}}
+        for section in body.iter(f"{WORD}sectPr"):
+            shown = {"default": True, "even": has_even, "first": is_on(section.find(f"{WORD}titlePg"))}
+            for side in lines:
+                for reference in section.iterfind(f"{WORD}{side}Reference"):
+                    root = self._package.root(places.get(reference.get(_RELATION, ""), ""))
+                    if root is not None and shown.get(reference.get(f"{WORD}type", "default"), False):
+                        lines[side] |= dict.fromkeys(self._frame_lines(root))
+        return list(lines["header"]), list(lines["footer"])
+
+    def _frame_lines(self, root: ET.Element) -> Iterator[str]:
+        self._rewrite_children(root)
+        for element in root:
+            rows = [[_plain(cell) for cell in row.iter(f"{WORD}tc")] for row in element.iter(f"{WORD}tr")]
+            lines = [" | ".join(filter(None, row)) for row in rows]
+            if element.tag != f"{WORD}tbl":
+                lines = [_plain(element)]
+            for line in lines:
+                text = line.replace(MARK_START, "").replace(MARK_END, " ")
+                if any(map(str.isalnum, text)) and not _is_page_number(text, element):
+                    yield text
+
+
+def _outermost(element: ET.Element, tag: str) -> Iterator[ET.Element]:
+    for child in element:
+        if child.tag == tag:
+            yield child
+        else:
+            yield from _outermost(child, tag)
+
+
+def _plain(element: ET.Element | None) -> str:
+    """The text of an element in one line, without the numbers of pages, which nobody knows before printing."""
+    words: list[str] = []
+    instruction = ""
+    is_result = False
+    for inner in element.iter() if element is not None else ():
+        if inner.tag == f"{WORD}fldChar":
+            kind = inner.get(f"{WORD}fldCharType")
+            instruction = "" if kind == "begin" else instruction
+            is_result = kind == "separate"
+        elif inner.tag == f"{WORD}instrText":
+            instruction += inner.text or ""
+        elif inner.tag == f"{WORD}t":
+            if not (is_result and _is_page_field(instruction)):
+                words.append(inner.text or "")
+        elif inner.tag in (f"{WORD}tab", f"{WORD}br", f"{WORD}p"):
+            words.append(" ")
+    return " ".join("".join(words).split())
+
+
+def _is_page_field(instruction: str) -> bool:
+    return (instruction.split() or [""])[0].upper() in _PAGE_FIELDS
+
+
+def _is_page_number(text: str, element: ET.Element) -> bool:
+    """Whether a line holds a number of a page and at most a few words such as "Page of"."""
+    fields = [instruction.text or "" for instruction in element.iter(f"{WORD}instrText")]
+    return any(map(_is_page_field, fields)) and len(text.split()) <= 2
