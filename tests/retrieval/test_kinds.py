@@ -110,7 +110,7 @@ def test_mails_with_their_attachments_and_mails():
     message = EmailMessage()
     message["Subject"], message["From"], message["To"] = "Gebühren für März", "orm@example.org", "all@example.org"
     message.set_content("Die Gebühr ist 31 Kronen.")
-    message.add_alternative("<p>Fee</p>", subtype="html")
+    message.add_alternative("<p>Die <b>Geb&uuml;hr</b> ist 31 Kronen.</p>", subtype="html")
     for name, data in (("fees.pdf", minimal_pdf("Fee: 31")), ("tool.exe", b"MZ"), ("b.txt", b"\0")):
         message.add_attachment(data, maintype="application", subtype="octet-stream", filename=name)
     inner = EmailMessage()
