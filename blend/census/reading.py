@@ -23,6 +23,10 @@ _REPLIES = ("response", "output", "completion", "body", "message")
 _SESSIONS = ("session_id", "session", "conversation_id", "thread_id", "user", "user_id", "prompt_cache_key")
 _TIMES = ("timestamp", "ts", "created", "created_at", "time")
 _LATEST_S = 1e11  # larger times are in milliseconds
+_TOOL_SETTINGS = (
+    *("cache_control", "strict", "defer_loading", "eager_input_streaming", "allowed_callers", "input_examples"),
+    "prompt_cache_breakpoint",
+)
 _IMAGE = "image"  # the role of a part without text
 _ROLES = {"system": "system", "developer": "system", "assistant": "assistant", "tool": "tool", "function": "tool"}
 ROLES = ("system", "tools", "user", "assistant", "tool")
@@ -184,8 +188,17 @@ def _prompt(body: Json) -> Iterator[Segment]:
     leading = list(takewhile(lambda segment: segment.role == "system", messages))
     yield from leading
     for tool in _list(body.get("tools")) or _list(body.get("functions")):
-        yield Segment("tools", _compact(tool))
+        yield Segment("tools", _compact(_described(tool)))
     yield from messages[len(leading) :]
+
+
+def _described(tool: Any) -> Any:
+    """What a prompt has of a tool; marks and settings, such as `cache_control`, stand in none."""
+    if not isinstance(tool, dict):
+        return tool
+    function = tool.get("function")
+    described = {name: value for name, value in tool.items() if name not in _TOOL_SETTINGS}
+    return {**described, "function": _described(function)} if isinstance(function, dict) else described
 
 
 def _message(item: Any) -> Iterator[Segment]:

@@ -127,6 +127,7 @@ class Request:
         trace: report every token of the prompt.
         verify: check the answer against full recompute.
         template: arguments of the chat template.
+        notes: what of the request has no effect, for the figures of its answer.
         arrived: time of arrival, by `time.monotonic`.
         cancelled: set it, from any thread, to give the request up; `Finished` follows.
 
@@ -154,6 +155,7 @@ class Request:
     trace: bool = False
     verify: bool = False
     template: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
     arrived: float = field(default_factory=monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
 

@@ -117,3 +117,13 @@ def test_memory_stays_within_its_budget(tmp_path):
     assert census.memory.evicted
     assert tokens(census, 200)["prefix"] == 500
     assert tokens(census, 201)["new"] == 500
+
+
+def test_marks_and_settings_of_tools_are_no_change(tmp_path):
+    def marked(number: int) -> list[dict[str, Any]]:
+        setting = {"cache_control": {"type": "ephemeral"}, "defer_loading": False}
+        return [{**tool, **setting} if place == number else tool for place, tool in enumerate(TOOLS)]
+
+    census = count(tmp_path, *(chat(SYSTEM, ASK, tools=marked(number)) for number in (2, 1)))
+    assert tokens(census, 1)["shifted"] == 0
+    assert census.causes.largest == []

@@ -44,7 +44,14 @@ def test_what_asks_for_nothing_is_taken(served: Served) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hello."}]},
-        {"role": "assistant", "content": "Yes?", "refusal": None, "tool_calls": None, "annotations": []},
+        {
+            "role": "assistant",
+            "content": "Yes?",
+            "refusal": None,
+            "tool_calls": None,
+            "function_call": {},
+            "audio": None,
+        },
         *USER,
     ]
     assert served.ask(**nothing, messages=messages).status_code == 200
@@ -109,7 +116,7 @@ ALONE: list[tuple[str, Any]] = [
 ]
 LACKING: list[tuple[str, Any]] = [
     *(("functions", [{"name": "f"}]), ("function_call", "auto"), ("audio", {"voice": "alloy"}), ("store", True)),
-    *(("modalities", ["text", "audio"]), ("verbosity", "low")),
+    *(("modalities", ["text", "audio"]), ("moderation", {"model": "x"})),
 ]
 WRONG = [
     *(({name: value}, name, INVALID) for name, value in ALONE),
@@ -124,7 +131,7 @@ WRONG = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", INVALID, "Input should be 'system', 'de"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", INVALID),
-    ({"messages": [{"role": "user", "content": "x", "function_call": {}}]}, "messages[0].function_call", UNSUPPORTED),
+    ({"messages": [{**USER[0], "function_call": {"name": "f"}}]}, "messages[0].function_call", UNSUPPORTED),
     ({"messages": [{**USER[0], "tool_calls": [CALL]}]}, "messages[0].tool_calls", INVALID),
     ({"messages": [*USER, {**SAID, "tool_calls": [BAD_CALL]}]}, "messages[1].tool_calls[0].function.arguments", None),
     ({"messages": [*USER, {**SAID, "tool_calls": [CALL]}, *USER]}, "messages", INVALID),

@@ -98,6 +98,7 @@ def test_documents_and_the_corpus(served: Served, claude: anthropic.Anthropic) -
     text = f"The harbour\n\nNine gates.\n{QUESTION}"
     assert message.content[0].text == chat_text(served, [{"role": "user", "content": text}])
     models = list(claude.models.list())
+    assert claude.models.retrieve(models[1].id) == models[1]
     assert [(model.type, model.id) for model in models] == [
         ("model", served.model),
         ("model", f"{served.model}+corpus"),
@@ -131,7 +132,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"}]}, "messages[1]"),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "f"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),

@@ -128,7 +128,8 @@ ALONE: list[tuple[str, Any]] = [
 WRONG = [
     *(({name: value}, name) for name, value in ALONE),
     ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
-    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"include": ["everything"]}, "include[0]"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),

@@ -126,8 +126,7 @@ async def _models(request: Request) -> Response:
     if "anthropic-version" not in request.headers:
         return json_response({"object": "list", "data": list(models.values())})
     names = list(models)
-    created = datetime.fromtimestamp(models[names[0]]["created"], UTC).isoformat()
-    data = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in names]
+    data = [_in_anthropics_form(model) for model in models.values()]
     return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
 
 
@@ -137,7 +136,13 @@ async def _model(request: Request) -> Response:
     models = await _described(request)
     if name not in models:
         raise unknown_model(name, models)
-    return json_response(models[name])
+    model = models[name]
+    return json_response(_in_anthropics_form(model) if "anthropic-version" in request.headers else model)
+
+
+def _in_anthropics_form(model: Json) -> Json:
+    created = datetime.fromtimestamp(model["created"], UTC).isoformat()
+    return {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": created}
 
 
 async def _described(request: Request) -> dict[str, Json]:

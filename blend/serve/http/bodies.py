@@ -1,37 +1,61 @@
 """Checks the bodies of requests: OpenAI's fields, and our own under `kvblend`. null counts as absent.
 
-Types are strict: "1" is not a number. Error messages are pydantic's. Fields of OpenAI's protocol that cannot change an
-answer are ignored. Those that the server does not support are refused by name, unless their value asks for nothing.
+Types are strict: "1" is not a number. Error messages are pydantic's.
+
+The rule for fields, which `Body` and `CarriedBody` keep for all protocols:
+
+- What changes the answer is honoured, or refused by name. A value that asks for nothing is no refusal (`unsupported`).
+- What cannot change it has no effect (`ignored`).
+- Unknown fields of a request are refused, as they may be misspelled. Unknown fields of a history and of a tool's description
+  are another server's: they have no effect, and the log names each once.
 """
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from blend.ranges import NUMBERS
 from blend.sampling import LOGIT_BIAS, RANGES
+from blend.serve.failures import LOG
 from blend.serve.http.errors import ApiError, Json, refuse
 from blend.serve.request import Edits, Mark
 from blend.text import is_corpus_name, shown
 
 END_USER = ("safety_identifier", "user")
 """Fields that name the application's end user; the first one given counts."""
-IGNORED = ("metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention")
+IGNORED = (
+    "metadata",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "client_metadata",
+)
 """Fields on which nothing depends."""
 UNSUPPORTED: Mapping[str, Any] = {
-    **dict.fromkeys(("audio", "prediction", "web_search_options")),
+    **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options")),
     "functions": [],
     "echo": False,
     "store": False,
     "function_call": "none",
     "modalities": ["text"],
     "suffix": "",
-    "verbosity": "medium",
 }
 """Unsupported fields, each with the value that asks for nothing, besides null."""
 LONGEST_NAME = 512
@@ -43,29 +67,56 @@ _MOST_TEXTS = 2048  # to embed
 _MOST_BIASES = 1024
 _LONGEST_PLACE = 100  # characters of a path in a message
 _UNSUPPORTED = "unsupported_parameter"
+_LOGGED_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,60}")  # the log holds no text of prompts
+_MOST_NOTED = 100
+_noted = set[str]()
 _CODES = {"extra_forbidden": "unknown_parameter", "missing": "missing_required_parameter", _UNSUPPORTED: _UNSUPPORTED}
 """Codes of mistakes that are no invalid values, by pydantic's types of errors."""
 
 
 class Body(BaseModel):
-    """Known fields only, with strict types. unsupported, ignored: as `UNSUPPORTED` and `IGNORED`."""
+    """Known fields only, with strict types. unsupported, ignored: as `UNSUPPORTED` and `IGNORED`.
+
+    carried: what it is called in the log, if unknown fields have no effect; see `CarriedBody`.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
     unsupported: ClassVar[Mapping[str, Any]] = {}
     ignored: ClassVar[Sequence[str]] = ()
+    carried: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
-    def _supported(cls, value: Any) -> Any:
+    def _supported(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
         given = {name: field for name, field in value.items() if field is not None and name not in cls.ignored}
+        if cls.carried:
+            for name in given.keys() - cls.unsupported.keys() - cls.names():
+                del given[name]
+                if info.context is not None:
+                    info.context.add(f"{cls.carried}.{name}")
         for name in given.keys() & cls.unsupported.keys():
             field = given.pop(name)
             neutral = cls.unsupported[name]
             if type(field) is not type(neutral) or field != neutral:
                 raise PydanticCustomError(_UNSUPPORTED, "{value}", {"name": name, "value": shown(field)})
         return given
+
+    @classmethod
+    @cache
+    def names(cls) -> frozenset[str]:
+        """The names of its fields in a request."""
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+
+class CarriedBody(Body):
+    """What clients carry along as another server gave it: a part of a history, or the description of a tool.
+
+    Unknown fields have no effect. Each kind of such a body says what the log calls it.
+    """
+
+    carried = "part"
 
 
 def _stops(value: Any) -> Any:
@@ -303,10 +354,21 @@ def read_body(raw: bytes, kind: type[BodyT]) -> BodyT:
         raise refuse(f"the body is not JSON: {reason}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise refuse("the body is not a JSON object", code="invalid_json")
+    unknown = set[str]()
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(values, context=unknown)
     except ValidationError as error:
         raise _mistake(error) from None
+    finally:
+        _note_unknown(unknown)
+
+
+def _note_unknown(names: set[str]) -> None:
+    """Log the names of fields without effect, each once: clients repeat them in every request."""
+    for name in names - _noted:
+        if _LOGGED_NAME.fullmatch(name) and len(_noted) < _MOST_NOTED:
+            _noted.add(name)
+            LOG.info("field without effect", extra={"field": name})
 
 
 def _mistake(error: ValidationError) -> ApiError:

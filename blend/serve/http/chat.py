@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from blend.serve.forms.tool_calls import FUNCTION_NAME, is_object
-from blend.serve.http.bodies import Body, CommonBody, Logprobs, MaxTokens, Name
+from blend.serve.http.bodies import Body, CarriedBody, CommonBody, Logprobs, MaxTokens, Name
 from blend.serve.http.errors import Json, missing, refuse, wrong
+from blend.serve.http.parts import Content, Written, note_of_unread, require_text
 from blend.serve.prompts.chat_template import DIRECT
 from blend.serve.request import Function, Message, ToolCall, Tools
 from blend.text import json_text, shown
@@ -27,26 +28,6 @@ RESERVED = frozenset(
 """Arguments of chat templates, and of transformers' function that applies them, that the server sets itself."""
 _LONGEST_ARGUMENTS = 16_384  # characters of all arguments of a template, as JSON
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-
-
-def joined(value: Any, kinds: Sequence[str] = ("text",)) -> Any:
-    """Text, or the lines of text parts of these types. Raises `ValueError` for other parts."""
-    if not isinstance(value, list):
-        return value
-    for number, part in enumerate(value):
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") not in kinds:
-            supported = " or ".join(map(repr, kinds))
-            raise ValueError(f"part {number} is {shown(part)}; only parts of the type {supported} are supported")
-    return "\n".join(part["text"] for part in value)
-
-
-def _content(value: Any) -> Any:
-    text = joined(value)
-    for number, part in enumerate(value if isinstance(value, list) else ()):
-        if any(field is not None for name, field in part.items() if name not in ("type", "text")):
-            raise ValueError(f'part {number} is not {{"type": "text", "text": "..."}}')
-    return text
 
 
 def only_tools(value: Any, kinds: Sequence[str | None]) -> Any:
@@ -79,28 +60,37 @@ TemplateArguments = Annotated[Json, BeforeValidator(_template_arguments)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class CalledBody(Body):
+class CalledBody(CarriedBody):
     """Name and arguments of a call."""
 
+    carried = "tool_calls.function"
     name: FunctionName
     arguments: Arguments
 
 
-class ToolCallBody(Body):
-    """A call in an assistant's message. index: clients leave it there when they put streamed calls together."""
+class ToolCallBody(CarriedBody):
+    """A call in an assistant's message."""
 
+    carried = "tool_calls"
+    ignored = ("index",)  # clients leave it there when they put streamed calls together
     id: Name
     type: Literal["function"] = "function"
     function: CalledBody
-    index: int | None = None
 
 
-class MessageBody(Body):
-    """One message of a conversation. reasoning, reasoning_content: vLLM's new and its old name of the thoughts."""
+class MessageBody(CarriedBody):
+    """One message of a conversation.
 
-    unsupported = {**dict.fromkeys(("audio", "function_call", "refusal")), "annotations": []}
+    reasoning, reasoning_content: vLLM's new and its old name of the thoughts. refusal, audio: what another model has said.
+    """
+
+    carried = "messages"
+    unsupported = {"function_call": {}}
+    ignored = ("annotations",)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
+    content: Written | None = None
+    refusal: str = ""
+    audio: Json = {}
     name: Name = ""
     tool_calls: list[ToolCallBody] = []
     tool_call_id: Name = ""
@@ -108,9 +98,10 @@ class MessageBody(Body):
     reasoning_content: str = ""
 
 
-class FunctionBody(Body):
+class FunctionBody(CarriedBody):
     """A function that the model may call. parameters: a JSON schema."""
 
+    carried = "tools.function"
     name: FunctionName
     description: str = ""
     parameters: Json = {}
@@ -122,9 +113,10 @@ class FunctionBody(Body):
         return Function(self.name, self.description, self.parameters, self.strict)
 
 
-class ToolBody(Body):
+class ToolBody(CarriedBody):
     """A tool."""
 
+    carried = "tools"
     type: Literal["function"]
     function: FunctionBody
 
@@ -162,13 +154,22 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+Verbosity = Literal["low", "medium", "high"]
+NO_VERBOSITY = "verbosity has no effect: no chat template takes it"
+
+
 class ConversationBody(CommonBody):
     """The fields that all conversations share."""
 
     chat_template_kwargs: TemplateArguments = {}  # vLLM's
 
     def conversation(
-        self, messages: Sequence[Message], tools: Tools | None, effort: str, schema: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        effort: str,
+        schema: Mapping[str, Any] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> list[Json]:
         """A prompt as fields of `Request`. effort: an `Effort`.
 
@@ -178,7 +179,8 @@ class ConversationBody(CommonBody):
         named = (message._replace(name=message.name or called.get(message.tool_call_id, "")) for message in messages)
         thinks = {} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
         template = {**DIRECT, **thinks, **self.chat_template_kwargs}
-        return [{"messages": tuple(named), "tools": tools, "schema": schema, "template": template}]
+        fields = {"messages": tuple(named), "tools": tools, "schema": schema, "template": template, "notes": notes}
+        return [fields]
 
 
 class ChatBody(ConversationBody):
@@ -193,6 +195,7 @@ class ChatBody(ConversationBody):
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = ResponseFormat()
     reasoning_effort: Effort = "none"
+    verbosity: Verbosity = "medium"
 
     def prompts(self) -> list[Json]:
         """The prompt as fields of `Request`. Raises `ApiError`."""
@@ -201,11 +204,16 @@ class ChatBody(ConversationBody):
         form = self.response_format
         schema = form.json_schema.schema_ if form.json_schema is not None else None
         offered = [tool.function.offered for tool in self.tools]
+        contents = [message.content or Content("") for message in self.messages]
+        question = last_question([message.role for message in self.messages])
+        require_text({f"messages[{number}].content": contents[number] for number in question})
+        without_effect = (NO_VERBOSITY,) if self.verbosity != "medium" else ()
         return self.conversation(
             [_said(*numbered) for numbered in enumerate(self.messages)],
             tools_of(offered, choice.type, named, parallel=self.parallel_tool_calls),
             self.reasoning_effort,
             schema_of(form.type, schema, "response_format.json_schema"),
+            (*note_of_unread(contents), *without_effect),
         )
 
     @property
@@ -232,16 +240,24 @@ def _said(number: int, message: MessageBody) -> Message:
         raise wrong(f"{place}.tool_call_id", "a tool's message, and no other, names the call that it answers")
     if thoughts and message.role != "assistant":
         raise wrong(f"{place}.reasoning", "only an assistant's message has thoughts")
-    if message.content is None and not (message.tool_calls or thoughts):
+    if message.content is None and message.role != "assistant":
         raise missing(f"{place}.content")
+    spoken = message.refusal or str(message.audio.get("transcript", ""))
     return Message(
         "system" if message.role == "developer" else message.role,
-        message.content or "",
+        message.content.text if message.content is not None else spoken,
         tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls),
         message.tool_call_id,
         message.name,
         thoughts,
     )
+
+
+def last_question(roles: Sequence[str]) -> tuple[int, ...]:
+    """The number of the user's last message, if no answer of the assistant follows it."""
+    behind_answers = max((number for number, role in enumerate(roles) if role == "assistant"), default=-1)
+    asked = [number for number, role in enumerate(roles) if role == "user" and number > behind_answers]
+    return tuple(asked[-1:])
 
 
 def tools_of(offered: Sequence[Function], choice: str, named: str, *, parallel: bool) -> Tools | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
@@ -16,17 +16,18 @@ from starlette.responses import Response
 
 from blend.serve.events import Event, Finished, Output, Started
 from blend.serve.forms.tool_calls import is_object
-from blend.serve.http.bodies import UNSUPPORTED, Body, EndUser, MaxTokens, Name, Stops, read_body
+from blend.serve.http.bodies import UNSUPPORTED, Body, CarriedBody, EndUser, MaxTokens, Name, Stops, read_body
 from blend.serve.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
     ConversationBody,
     FunctionName,
-    joined,
+    last_question,
     only_tools,
     tools_of,
 )
 from blend.serve.http.errors import ApiError, Json, json_response, missing, wrong
+from blend.serve.http.parts import Content, Written, note_of_unread, part_of, require_text
 from blend.serve.http.replies import Reply, answer, check_of, figures_of
 from blend.serve.http.state import AppState, admitted, client_of, state_of
 from blend.serve.http.to_requests import ModelNames, requests_of
@@ -65,61 +66,58 @@ def _counted(raw: bytes, state: AppState, tenant: str) -> Slices[Json]:
     return {"input_tokens": prompt.layout.rows}
 
 
-class CacheControl(Body):
+class CacheControl(CarriedBody):
     """A mark behind text that is to be kept. ttl: from its last use on."""
 
+    carried = "cache_control"
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class SourceBody(Body):
-    """The text of a document."""
-
-    type: Literal["text"]
-    media_type: Literal["text/plain"] = "text/plain"
-    data: str
+BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
 
 
 def _blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    """Blocks of the types that a turn knows. Others, of documents, pictures and a provider's own tools, become text."""
+    if not isinstance(value, list):
+        return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    blocks: list[Any] = []
+    for number, block in enumerate(value):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind not in get_args(BlockType):
+            marked = block.get("cache_control")
+            blocks.append({"type": "text", "text": part_of(block, number), "cache_control": marked})
+        else:
+            blocks.append(block)
+    return blocks
 
 
-class BlockBody(Body):
+class BlockBody(CarriedBody):
     """A block of a message."""
 
+    carried = "content"
     ignored = ("signature", "data", "is_error", "citations", "caller")  # clients send blocks back as they came
-    type: Literal["text", "document", "thinking", "redacted_thinking", "tool_use", "tool_result"]
-    text: str | None = None
-    source: SourceBody | None = None
-    title: str = ""
-    context: str = ""
+    type: BlockType
+    text: Written | None = None
     thinking: str | None = None
     id: Name = ""
     name: FunctionName | None = None
     input: Json = {}
     tool_use_id: Name | None = None
-    content: Annotated[str, BeforeValidator(joined)] = ""
+    content: Written = Content("")
     cache_control: CacheControl | None = None
 
     @property
-    def words(self) -> str:
-        """The text of a block of text or of a document, which begins with its title."""
-        if self.source is None:
-            return self.text or ""
-        return "\n\n".join(filter(None, (self.title, self.context, self.source.data)))
+    def written(self) -> Content:
+        """What it says: the text of a block of text, or of a tool's result."""
+        return self.content if self.type == "tool_result" else self.text or Content("")
 
 
-_REQUIRED = {
-    "text": "text",
-    "document": "source",
-    "thinking": "thinking",
-    "tool_use": "name",
-    "tool_result": "tool_use_id",
-}
+_REQUIRED = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
 """What each type of block must have."""
 _OF_ROLES = {
     "system": ("text",),
-    "user": ("text", "document", "tool_result"),
+    "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
 }
 """The types of blocks in each role's messages."""
@@ -135,10 +133,12 @@ class TurnBody(Body):
 _of_client = partial(only_tools, kinds=(None, "custom"))
 
 
-class ClientTool(Body):
+class ClientTool(CarriedBody):
     """A tool that the client runs."""
 
-    ignored = ("type", "strict", "eager_input_streaming")
+    carried = "tools"
+    ignored = ("type", "eager_input_streaming")
+    strict: bool = False
     name: FunctionName
     description: str = ""
     input_schema: Json
@@ -157,13 +157,29 @@ class ThinkingBody(Body):
     """Whether the model thinks first."""
 
     ignored = ("budget_tokens", "display")
-    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"] = "disabled"
 
 
-class MetadataBody(Body):
+class MetadataBody(CarriedBody):
     """The application's end user."""
 
+    carried = "metadata"
     user_id: EndUser = ""
+
+
+class OutputFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[Json, Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """How the answer is made. effort: of thoughts, if the model thinks."""
+
+    ignored = ("task_budget",)  # which no model here is told
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] = "medium"
 
 
 class CountBody(ConversationBody):
@@ -174,7 +190,19 @@ class CountBody(ConversationBody):
         **dict.fromkeys(("n", "stop", "logit_bias", "container")),
         "mcp_servers": [],
     }
-    ignored = ("service_tier", "context_management", "inference_geo", "output_config", "speed")
+    ignored = (
+        *(
+            "service_tier",
+            "context_management",
+            "inference_geo",
+            "speed",
+            "diagnostics",
+            "betas",
+            "compaction",
+            "thread",
+        ),
+        *("billing_policy", "fallback_credit_token", "fallbacks", "user_profile_id", "workspace_id"),
+    )
     messages: Annotated[list[TurnBody], Field(min_length=1, max_length=MOST_MESSAGES)]
     system: Annotated[list[BlockBody], BeforeValidator(_blocks)] = []
     cache_control: CacheControl | None = None  # of the whole prompt
@@ -182,6 +210,8 @@ class CountBody(ConversationBody):
     tools: Annotated[list[ClientTool], BeforeValidator(_of_client), Field(max_length=MOST_TOOLS)] = []
     tool_choice: ClientChoice = ClientChoice()
     thinking: ThinkingBody = ThinkingBody()
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None  # its earlier place
     metadata: MetadataBody = MetadataBody()
 
     @property
@@ -220,7 +250,7 @@ class CountBody(ConversationBody):
     def _turns(self) -> list[TurnBody]:
         """The messages, behind the system's instructions if there are any."""
         system = TurnBody.model_construct(role="system", content=self.system)
-        return [system, *self.messages] if any(block.text for block in self.system) else self.messages
+        return [system, *self.messages] if any(block.written.text for block in self.system) else self.messages
 
     def prompts(self) -> list[Json]:
         """The prompt as fields of `Request`. Raises `ApiError`."""
@@ -234,10 +264,27 @@ class CountBody(ConversationBody):
         choice = self.tool_choice
         kind = _CHOICES.get(choice.type, choice.type)
         named = choice.name if kind == "function" else ""
-        offered = [Function(tool.name, tool.description, tool.input_schema) for tool in self.tools]
-        effort = "none" if self.thinking.type == "disabled" else "medium"
+        offered = [Function(tool.name, tool.description, tool.input_schema, tool.strict) for tool in self.tools]
+        wanted = "xhigh" if self.output_config.effort == "max" else self.output_config.effort
+        effort = "none" if self.thinking.type == "disabled" else wanted
         tools = tools_of(offered, kind, named, parallel=not choice.disable_parallel_tool_use)
-        return self.conversation(_written(self._turns), tools, effort)
+        form = self.output_config.format or self.output_format
+        schema = form.schema_ if form is not None else None
+        return self.conversation(_written(self._turns), tools, effort, schema, self._unread())
+
+    def _unread(self) -> tuple[str, ...]:
+        """A note of what stands in the conversation as its name. Raises `ApiError` if the user asks about it now."""
+        for number in last_question([turn.role for turn in self.messages]):
+            blocks = enumerate(self.messages[number].content)
+            require_text(
+                {
+                    f"messages[{number}].content[{index}]": block.written
+                    for index, block in blocks
+                    if block.type == "text"
+                }
+            )
+        turns = [self.system, *(turn.content for turn in self.messages)]
+        return note_of_unread(block.written for blocks in turns for block in blocks)
 
 
 class MessagesBody(CountBody):
@@ -264,11 +311,11 @@ def _check(place: str, block: BlockBody, role: str) -> None:
 def _of_user(turn: TurnBody) -> list[Message]:
     """The user's message, or the system's; results of tools before it."""
     results = [
-        Message("tool", block.content, (), block.tool_use_id or "")
+        Message("tool", block.written.text, (), block.tool_use_id or "")
         for block in turn.content
         if block.type == "tool_result"
     ]
-    texts = [block.words for block in turn.content if block.type != "tool_result"]
+    texts = [block.written.text for block in turn.content if block.type != "tool_result"]
     return [*results, Message(turn.role, "\n".join(texts))] if texts or not results else results
 
 
@@ -279,7 +326,7 @@ def _of_assistant(turn: TurnBody) -> list[Message]:
         if block.type == "tool_use"
     ]
     thoughts = "".join(block.thinking or "" for block in turn.content)
-    text = "\n".join(block.text or "" for block in turn.content if block.type == "text")
+    text = "\n".join(block.written.text for block in turn.content if block.type == "text")
     return [Message("assistant", text, tuple(calls), thoughts=thoughts)]
 
 

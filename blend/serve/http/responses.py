@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
@@ -14,24 +14,28 @@ from starlette.responses import Response
 
 from blend.serve.events import Event, Finished, Output, Started, Token
 from blend.serve.forms.tool_calls import is_object
-from blend.serve.http.bodies import UNSUPPORTED, Body, Logprobs, MaxTokens, Name
+from blend.serve.http.bodies import UNSUPPORTED, Body, CarriedBody, Logprobs, MaxTokens, Name
 from blend.serve.http.chat import (
     MOST_MESSAGES,
     MOST_TOOLS,
+    NO_VERBOSITY,
     Arguments,
     ConversationBody,
     Effort,
     FunctionBody,
     FunctionName,
     ToolChoice,
-    joined,
+    Verbosity,
+    last_question,
     only_tools,
     schema_of,
     tools_of,
 )
 from blend.serve.http.errors import ApiError, Json, missing, refuse
+from blend.serve.http.parts import Content, Written, note_of_unread, part_of, require_text
 from blend.serve.http.replies import Reply, answer, check_of, figures_of, logprobs_of
 from blend.serve.request import FieldError, Message, ToolCall
+from blend.text import json_text
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -50,24 +54,40 @@ def _renamed(text: str) -> str:
     return text.replace("response_format.json_schema", "text.format").replace("].function", "]")
 
 
+_CUSTOM = {"custom_tool_call": "function_call", "custom_tool_call_output": "function_call_output"}
+_NOT_KEPT = ("item_reference", "compaction")  # what they stand for is at another server
+ItemType = Literal["message", "reasoning", "function_call", "function_call_output"]
+
+
 def _items(value: Any) -> Any:
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    """Items of the types that a conversation knows. A provider's own calls become text of the assistant."""
+    if not isinstance(value, list):
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+    items: list[Any] = []
+    for number, item in enumerate(value):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind in _CUSTOM:
+            called = {"arguments": json_text({"input": item["input"]})} if "input" in item else {}
+            items.append({**item, "type": _CUSTOM[kind], **called})
+        elif isinstance(kind, str) and kind not in (*get_args(ItemType), *_NOT_KEPT):
+            items.append({"role": "assistant", "content": part_of(item, number)})
+        else:
+            items.append(item)
+    return items
 
 
-Text = Annotated[str, BeforeValidator(partial(joined, kinds=("input_text", "output_text", "reasoning_text")))]
-
-
-class ItemBody(Body):
+class ItemBody(CarriedBody):
     """One item of a conversation: a message, thoughts, a call, or its result."""
 
-    ignored = ("id", "status", "summary", "encrypted_content")  # clients send answers back with them
-    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    carried = "input"
+    ignored = ("id", "status", "summary", "encrypted_content", "phase", "input")  # clients send answers back with them
+    type: ItemType = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: Text | None = None
+    content: Written | None = None
     call_id: Name | None = None
     name: FunctionName | None = None
     arguments: Arguments | None = None
-    output: Text | None = None
+    output: Written | None = None
 
 
 _FIELDS = {
@@ -109,24 +129,38 @@ class TextBody(Body):
     """The field `text`."""
 
     format: TextFormat = TextFormat(type="text")
-    verbosity: Literal["medium"] = "medium"
+    verbosity: Verbosity = "medium"
 
 
 class ReasoningBody(Body):
     """The field `reasoning`."""
 
-    ignored = ("summary",)  # replies hold the thoughts themselves
+    ignored = ("summary", "generate_summary")  # replies hold the thoughts themselves
     effort: Effort | None = None
+
+
+Included = Literal[
+    "message.output_text.logprobs",
+    # The rest is of what no reply here has.
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+]
 
 
 class ResponsesBody(ConversationBody):
     """POST /v1/responses."""
 
     unsupported = {
-        **{name: UNSUPPORTED[name] for name in ("store", "prediction", "modalities", "audio")},
+        **{name: UNSUPPORTED[name] for name in ("store", "prediction", "modalities", "audio", "moderation")},
         **dict.fromkeys(("conversation", "max_tool_calls", "previous_response_id", "prompt")),
         "n": 1,
         "background": False,
+        "context_management": [],
         "truncation": "disabled",
     }
     asks = "input"
@@ -137,7 +171,7 @@ class ResponsesBody(ConversationBody):
     tool_choice: FlatChoice = FlatChoice()
     parallel_tool_calls: bool = True
     text: TextBody = TextBody()
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
+    include: list[Included] = []
     top_logprobs: Logprobs = 0
     reasoning: ReasoningBody = ReasoningBody()
 
@@ -165,7 +199,17 @@ class ResponsesBody(ConversationBody):
             tools_of(offered, choice.type, choice.name, parallel=self.parallel_tool_calls),
             self.reasoning.effort or "none",
             schema_of(form.type, form.schema_, "text.format.schema"),
+            self._notes(),
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        """What has no effect. Raises `ApiError` if the user asks now about what the model cannot read."""
+        contents = [item.content or Content("") for item in self.input]
+        question = last_question([item.role or "assistant" for item in self.input])
+        require_text({f"input[{number}].content": contents[number] for number in question})
+        outputs = [item.output for item in self.input if item.output is not None]
+        without_effect = (NO_VERBOSITY,) if self.text.verbosity != "medium" else ()
+        return (*note_of_unread([*contents, *outputs]), *without_effect)
 
     def _messages(self) -> list[Message]:
         """The conversation. Calls join the assistant's message before them, thoughts the one behind them."""
@@ -175,7 +219,7 @@ class ResponsesBody(ConversationBody):
             for name in _FIELDS[item.type]:
                 if getattr(item, name) is None:
                     raise missing(f"input[{number}].{name}")
-            content = item.content or ""
+            content = item.content.text if item.content is not None else ""
             if item.type == "reasoning":
                 thoughts = content
                 continue
@@ -183,7 +227,7 @@ class ResponsesBody(ConversationBody):
                 role = "system" if item.role == "developer" else item.role or "user"
                 messages.append(Message(role, content, thoughts=thoughts if role == "assistant" else ""))
             elif item.type == "function_call_output":
-                messages.append(Message("tool", item.output or "", (), item.call_id or ""))
+                messages.append(Message("tool", item.output.text if item.output else "", (), item.call_id or ""))
             else:
                 if not messages or messages[-1].role != "assistant":
                     messages.append(Message("assistant", "", thoughts=thoughts))

@@ -101,7 +101,7 @@ class OutputProcessor:
             kept=prompt.kept,
             full_estimated_s=self._profile.seconds(figures.rows) if measured is None else None,
             full_measured_s=measured,
-            notes=(*figures.notes, *notes),
+            notes=(*figures.notes, *notes, *request.notes),
         )
         texts = self._tokenizer.batch_decode([[token] for token in ids]) if started.trace else ()
         trace = tuple(row._replace(text=text) for row, text in zip(started.trace, texts, strict=True))
