@@ -14,8 +14,11 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
+from blend_retrieval.readers.pdf_bidi import has_right_to_left, is_mark, is_right_to_left, reading_order, with_brackets
+from blend_retrieval.readers.pdf_fields import Box, FieldText, take_annotations
 from blend_retrieval.readers.pdf_headings import Entry, with_headings
-from blend_retrieval.readers.pdf_layout import Piece, page_text
+from blend_retrieval.readers.pdf_layout import Piece
+from blend_retrieval.readers.pdf_pages import page_texts
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfObject, PdfPage, PdfTextPage
@@ -31,8 +34,10 @@ _EMPTY = "holds no text; run it through OCR"
 _SCAN = "holds no text, only pictures; run it through OCR"
 _DAMAGED = "holds only damaged content"
 _NAMELESS = "holds no text, only glyphs that name no characters; run it through OCR"
+_OUTSIDE = "has text outside of the visible page, which is not read"
 _SAMPLE = 16  # characters from which a page's direction is told
 _GAP = 1.0  # line heights between two pieces of one line
+_WORD_GAP = 0.15  # line heights between two words
 _RAISED = 0.3  # line heights
 _PICTURE_SHARE, _CAPTION = 0.5, 50  # a picture of half the page beside fewer characters is a scan
 
@@ -42,10 +47,12 @@ _MOST_ENTRIES = 10_000  # of an outline
 
 
 class _Page(NamedTuple):
-    """The pieces of text on a page, and what is wrong with it, or ""."""
+    """The pieces of text on a page, comments on it, what is wrong with it, or "", and whether text stands outside of it."""
 
     pieces: list[Piece]
     fault: str = ""
+    comments: tuple[str, ...] = ()
+    has_outside: bool = False
 
 
 def read_pdf(data: bytes, title: str) -> Parts:
@@ -66,15 +73,27 @@ def read_pdf(data: bytes, title: str) -> Parts:
             names = [attachment.get_name() for attachment in attachments]
         finally:
             document.close()
-    numbered = enumerate(pages, 1)
-    faults = [Fault(f"page {number}", page.fault) for number, page in numbered if page.fault]
+    faults = list(_faults(pages, names))
     marked = with_headings([page.pieces for page in pages], outline)
-    text = "\n\n".join(filter(None, map(page_text, marked)))
+    comments = [page.comments for page in pages]
+    texts = [
+        "\n\n".join(filter(None, (text, *notes))) for text, notes in zip(page_texts(marked), comments, strict=True)
+    ]
+    text = "\n\n".join(filter(None, texts))
     if not text:
         raise UnreadableError(faults[0].reason if faults else _EMPTY)
-    faults += [Fault(f"attachment {name}", "is not read") for name in names]
     text_document = Part("", named or title, _undivided(text), "marked")
     return [text_document, *faults]
+
+
+def _faults(pages: Sequence[_Page], attachments: Iterable[str]) -> Iterator[Fault]:
+    for number, page in enumerate(pages, 1):
+        if page.fault:
+            yield Fault(f"page {number}", page.fault)
+        if page.has_outside:
+            yield Fault(f"page {number}", _OUTSIDE, 0)
+    for name in attachments:
+        yield Fault(f"attachment {name}", "is not read")
 
 
 def _reason(code: int | None) -> str:
@@ -104,17 +123,22 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
         page = document[number]
     except pypdfium2.PdfiumError:
         return _Page([], _DAMAGED)
+    annotations = take_annotations(page, document.formenv.raw if document.formenv else None)
     # Draws filled fields and notes into the page, which shows them when it is loaded again.
     if pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
         page.close()
         page = document[number]
     try:
         text = page.get_textpage()
-        glyphs = list(_glyphs(text))
+        quarters = _quarters(text)
+        drawn = list(_glyphs(text, _visible_box(page), quarters))
+        glyphs = list(_inside(drawn))
         if sum(glyph.unknown for glyph in glyphs) > _UNKNOWN_SHARE * len(glyphs):
             return _Page([], _NAMELESS)
         pieces = list(_pieces(glyphs, text))
-        return _Page(pieces, _SCAN if _is_scan(page, pieces) else "")
+        pieces += [_field_piece(field, quarters) for field in annotations.texts]
+        fault = _SCAN if _is_scan(page, pieces) else ""
+        return _Page(pieces, fault, tuple(annotations.comments), len(glyphs) < len(drawn))
     finally:
         page.close()
 
@@ -157,7 +181,10 @@ def _area(picture: PdfObject) -> float:
 
 
 class _Glyph(NamedTuple):
-    """A character and its place. unknown: whether its font does not say which character it shows."""
+    """A character and its place.
+
+    unknown: whether its font does not say which character it shows. outside: whether it is not on the visible part of the page.
+    """
 
     number: int
     sign: str
@@ -166,9 +193,10 @@ class _Glyph(NamedTuple):
     bottom: float
     right: float
     top: float
+    outside: bool
 
 
-def _upright(box: FS_RECTF, quarters: int) -> tuple[float, float, float, float]:
+def _upright(box: FS_RECTF | Box, quarters: int) -> tuple[float, float, float, float]:
     """The place of text that is turned by so many quarters, clockwise, as if it were upright."""
     x0, y0, x1, y1 = box.left, box.bottom, box.right, box.top
     for _ in range(quarters):
@@ -176,27 +204,159 @@ def _upright(box: FS_RECTF, quarters: int) -> tuple[float, float, float, float]:
     return x0, y0, x1, y1
 
 
-def _glyphs(text: PdfTextPage) -> Iterator[_Glyph]:
+def _quarters(text: PdfTextPage) -> int:
+    """The quarters of a circle by which most of a page's text is turned, clockwise."""
+    import pypdfium2.raw as pdfium
+
+    sample = range(0, text.count_chars(), _SAMPLE)
+    angles = [pdfium.FPDFText_GetCharAngle(text.raw, place) for place in sample]
+    turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
+    return turns.most_common(1)[0][0] if turns else 0
+
+
+def _visible_box(page: PdfPage) -> FS_RECTF:
+    """The part of a page that a viewer shows."""
+    import pypdfium2.raw as pdfium
+
+    box = pdfium.FS_RECTF()
+    pdfium.FPDF_GetPageBoundingBox(page.raw, ctypes.byref(box))
+    return box
+
+
+def _glyphs(text: PdfTextPage, visible: FS_RECTF, quarters: int) -> Iterator[_Glyph]:
     """The characters of a page in the order of its content, with blanks and newlines that PDFium adds."""
     import pypdfium2.raw as pdfium
 
     box = pdfium.FS_RECTF()
     reference = ctypes.byref(box)
-    count = text.count_chars()
-    sample = range(0, count, _SAMPLE)
-    angles = [pdfium.FPDFText_GetCharAngle(text.raw, place) for place in sample]
-    turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
-    quarters = turns.most_common(1)[0][0] if turns else 0
-    for number in range(count):
+    for number in range(text.count_chars()):
         pdfium.FPDFText_GetLooseCharBox(text.raw, number, reference)
         sign = chr(pdfium.FPDFText_GetUnicode(text.raw, number))
         is_unmapped = pdfium.FPDFText_HasUnicodeMapError(text.raw, number) == 1
         unknown = is_unmapped or bool(_NO_CHARACTER.match(sign))
-        yield _Glyph(number, sign, unknown, *_upright(box, quarters))
+        x = (box.left + box.right) / 2
+        y = (box.bottom + box.top) / 2
+        is_inside = visible.left <= x <= visible.right and visible.bottom <= y <= visible.top
+        yield _Glyph(number, sign, unknown, *_upright(box, quarters), not is_inside and not sign.isspace())
 
 
-def _pieces(glyphs: Iterable[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
+def _inside(glyphs: Iterable[_Glyph]) -> Iterator[_Glyph]:
+    """The characters without words that lie outside of the page; a word that lies on its edge is whole."""
+    word: list[_Glyph] = []
+    for glyph in glyphs:
+        if glyph.sign.isspace() or (word and _is_apart(word[-1], glyph)):
+            yield from _seen_word(word)
+            word = []
+        if glyph.sign.isspace():
+            yield glyph
+        else:
+            word.append(glyph)
+    yield from _seen_word(word)
+
+
+def _seen_word(word: list[_Glyph]) -> list[_Glyph]:
+    return [] if all(glyph.outside for glyph in word) else word
+
+
+def _field_piece(field: FieldText, quarters: int) -> Piece:
+    return Piece(field.text, *_upright(field.box, quarters))
+
+
+def _pieces(glyphs: Sequence[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
     """Stretches of characters without a gap."""
+    is_page_from_right = is_right_to_left(_signs(glyphs))
+
+    def is_from_right(line: Sequence[_Glyph]) -> bool:
+        signs = _signs(line)
+        return is_right_to_left(signs) or (is_page_from_right and has_right_to_left(signs))
+
+    for line in _lines(glyphs, is_from_right):
+        yield from _pieces_from_right(line, text) if is_from_right(line) else _pieces_from_left(line, text)
+
+
+def _signs(glyphs: Iterable[_Glyph]) -> str:
+    return "".join(glyph.sign for glyph in glyphs)
+
+
+def _lines(glyphs: Sequence[_Glyph], is_from_right: Callable[[Sequence[_Glyph]], bool]) -> Iterator[list[_Glyph]]:
+    """The lines that PDFium finds; those from right to left that stand beside each other are one."""
+    lines: list[list[_Glyph]] = [[]]
+    for glyph in glyphs:
+        lines[-1].append(glyph)
+        if glyph.sign == "\n":
+            lines.append([])
+    joined: list[_Glyph] = []
+    for line in lines:
+        if joined and not (is_from_right([*joined, *line]) and _is_beside(joined, line)):
+            yield joined
+            joined = []
+        joined += line
+    yield joined
+
+
+def _is_beside(line: Sequence[_Glyph], following: Sequence[_Glyph]) -> bool:
+    """Whether a line begins at the height at which another ends."""
+    ends = [[glyph for glyph in glyphs if not glyph.sign.isspace()] for glyphs in (line, following)]
+    if not all(ends):
+        return False
+    last, first = ends[0][-1], ends[1][0]
+    overlap = min(last.top, first.top) - max(last.bottom, first.bottom)
+    return 2 * overlap > min(last.top - last.bottom, first.top - first.bottom)
+
+
+def _pieces_from_right(line: Sequence[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
+    """Stretches of a line from right to left, by the places of its characters."""
+    stretch: list[_Glyph] = []
+    for glyph in _from_left(line):
+        if stretch:
+            last = stretch[-1]
+            gap = glyph.left - last.right
+            height = max(last.top - last.bottom, glyph.top - glyph.bottom)
+            if gap > _GAP * height:
+                yield _piece(_as_read(stretch), text)
+                stretch = []
+            elif gap > _WORD_GAP * height:
+                stretch.append(last._replace(sign=" ", left=last.right, right=glyph.left))
+        stretch.append(glyph)
+    if stretch:
+        yield _piece(_as_read(stretch), text)
+
+
+def _from_left(line: Sequence[_Glyph]) -> list[_Glyph]:
+    """The characters of a line from left to right, each with its marks and the blanks behind it."""
+    clusters: list[_Glyph] = []
+    marks: list[_Glyph] = []
+    for glyph in line:
+        is_added = glyph.sign.isspace() and glyph.left == glyph.right  # by PDFium, in no certain place
+        if is_added or _NO_CHARACTER.match(glyph.sign):
+            continue
+        last = clusters[-1] if clusters else None
+        if is_mark(glyph.sign):
+            marks.append(glyph)
+        elif last and (last.left, last.right) == (glyph.left, glyph.right) and not glyph.sign.isspace():
+            clusters[-1] = last._replace(sign=last.sign + glyph.sign)  # one glyph that shows two letters
+        else:
+            clusters.append(glyph)
+    for mark in marks:
+        letters = [place for place, glyph in enumerate(clusters) if not glyph.sign.isspace()]
+        if letters:
+            nearest = min(letters, key=lambda place: abs(_centre(clusters[place]) - _centre(mark)))
+            clusters[nearest] = clusters[nearest]._replace(sign=clusters[nearest].sign + mark.sign)
+    return sorted(clusters, key=_centre)
+
+
+def _centre(glyph: _Glyph) -> float:
+    return (glyph.left + glyph.right) / 2
+
+
+def _as_read(stretch: Sequence[_Glyph]) -> list[_Glyph]:
+    order = reading_order([glyph.sign for glyph in stretch])
+    glyphs = [stretch[place] for place in order]
+    signs = with_brackets([glyph.sign for glyph in glyphs])
+    return [glyph._replace(sign=sign) for glyph, sign in zip(glyphs, signs, strict=True)]
+
+
+def _pieces_from_left(glyphs: Iterable[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
     stretch: list[_Glyph] = []
     for glyph in glyphs:
         if stretch and _is_apart(stretch[-1], glyph):
@@ -231,7 +391,7 @@ def _piece(stretch: Sequence[_Glyph], text: PdfTextPage) -> Piece:
             signs.append("^")  # a power
         signs.append(glyph.sign)
     middle = stretch[len(stretch) // 2]
-    _, _, _, lefts, bottoms, rights, tops = zip(*stretch, strict=True)
+    _, _, _, lefts, bottoms, rights, tops, _ = zip(*stretch, strict=True)
     return Piece(
         text="".join(signs).strip(),
         left=min(lefts),

@@ -12,12 +12,11 @@ from itertools import chain, product
 from statistics import mean
 from typing import NamedTuple
 
-from blend_retrieval.readers.tables import markdown_table
+from blend_retrieval.readers.pdf_bidi import is_right_to_left
 
 HEADING = re.compile(r"#{1,6} ")  # at the start of a line
 _MARKER = re.compile(r"[^\w\s]{1,2}|\(?\w{1,3}[.)]")  # of a list item
 _NUMBER = re.compile(r"[\dA-Z.]{1,8}")  # of a heading
-_RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufeff]")
 _SPELLED = str.maketrans(
     {
         "\u00ad": "",  # a soft hyphen; the others are ligatures
@@ -31,7 +30,8 @@ _SPELLED = str.maketrans(
     }
 )
 _LEAST_GUTTER = 0.5  # line heights
-_PARAGRAPH = 0.7  # line heights between two paragraphs
+PARAGRAPH = 0.7  # line heights between two paragraphs
+_LEAST_JUMP, _JUMP = 2.0, 2.0  # line heights; times the spaces beside
 _MOST_PROSE = 3  # columns
 _SHORT_LINE, _LONG_LINE = 2, 5  # words
 _CONTINUED_SHARE = 0.25  # of a column's lines
@@ -70,12 +70,15 @@ class Piece(NamedTuple):
 Row = list[Piece]
 
 
-def page_text(pieces: Sequence[Piece]) -> str:
-    """The text of a page, in reading order. A line after a `#` is a heading."""
-    rows = [_with_markers(row) for row in _rows(pieces)]
-    lines = "\n".join(_blocks(rows)).split("\n")
-    text = "\n".join(_with_headings_apart(lines))
-    return text.translate(_SPELLED).strip("\n")
+def page_rows(pieces: Sequence[Piece]) -> list[Row]:
+    """The rows of a page from top to bottom, each from left to right. The marker of a list item is no piece of its own."""
+    return [_with_markers(row) for row in _rows(pieces)]
+
+
+def with_headings_apart(text: str) -> str:
+    """The text with a blank line around each heading. A line after a `#` is a heading."""
+    lines = text.split("\n")
+    return "\n".join(_with_headings_apart(lines)).translate(_SPELLED).strip("\n")
 
 
 def _rows(pieces: Sequence[Piece]) -> list[Row]:
@@ -123,24 +126,23 @@ def _with_headings_apart(lines: Iterable[str]) -> Iterator[str]:
         yield heading
 
 
-class _Block(NamedTuple):
-    """Consecutive rows, and the gaps that divide all of them into columns."""
+class Block(NamedTuple):
+    """Consecutive rows, and the gaps that divide all of them into columns. space: above them, in line heights."""
 
     rows: list[Row]
     gutters: list[Span]
+    space: float = 0.0
 
 
-def _blocks(rows: list[Row]) -> Iterator[str]:
-    start = 0
+def page_blocks(rows: list[Row], start: int = 0) -> Iterator[Block]:
+    """The blocks of a page from top to bottom, from this row on."""
     while start < len(rows):
-        block = _columns_from(rows, start)
-        if start and _distance(rows, start) > _PARAGRAPH:
-            yield ""
-        yield _block_text(block)
+        block = block_from(rows, start)
+        yield block._replace(space=distance_above(rows, start) if start else 0.0)
         start += len(block.rows)
 
 
-def _columns_from(rows: list[Row], start: int) -> _Block:
+def block_from(rows: list[Row], start: int) -> Block:
     """The longest block of columns that starts with this row, or else the row alone."""
     least = _LEAST_GUTTER * rows[start][0].height
     free = _gaps(rows[start])
@@ -148,7 +150,7 @@ def _columns_from(rows: list[Row], start: int) -> _Block:
     gutters = _inside(free, extent)
     stop = start + 1
     if not gutters:
-        return _Block([rows[start]], [])
+        return Block([rows[start]], [])
     for place in range(stop, len(rows)):
         row = rows[place]
         row_start, row_stop = _extent(row)
@@ -156,18 +158,18 @@ def _columns_from(rows: list[Row], start: int) -> _Block:
         common = _common(free, _gaps(row))
         free = [gap for gap in common if gap.stop - gap.start >= least]
         narrowed = _inside(free, extent)
-        if len(narrowed) < len(gutters):
+        if len(narrowed) < len(gutters) or is_jump(rows, start, place):
             break
         if len(row) > 1:
             stop = place + 1
             gutters = narrowed
-        elif _distance(rows, place) > _PARAGRAPH:
+        elif distance_above(rows, place) > PARAGRAPH:
             break
     if stop == start + 1:
-        return _Block([rows[start]], [])
+        return Block([rows[start]], [])
     while stop < len(rows) and _continues(rows, start, stop, gutters):
         stop += 1
-    return _Block(rows[start:stop], gutters)
+    return Block(rows[start:stop], gutters)
 
 
 def _gaps(row: Row) -> list[Span]:
@@ -204,52 +206,94 @@ def _common(gaps: list[Span], row_gaps: list[Span]) -> list[Span]:
     return overlaps
 
 
-def _distance(rows: list[Row], place: int) -> float:
+def distance_above(rows: list[Row], place: int) -> float:
     """Space above a row, in line heights."""
     bottom = min(piece.bottom for piece in rows[place - 1])
     first = rows[place][0]
     return (bottom - first.top) / (first.height or 1)
 
 
+def is_jump(rows: list[Row], start: int, place: int) -> bool:
+    """Whether the space above a row is far larger than those between its neighbours, as at a running head or foot."""
+    space = distance_above(rows, place)
+    near = [number for number in (place - 1, place + 1) if start < number < len(rows)]
+    spaces = [distance_above(rows, number) for number in near]
+    return space > _LEAST_JUMP and bool(spaces) and space > _JUMP * max(min(spaces), PARAGRAPH)
+
+
+def gutters_of(row: Row) -> list[Span]:
+    """The gaps of a single row that are wide enough for columns."""
+    least = _LEAST_GUTTER * row[0].height
+    gaps = _inside(_gaps(row), _extent(row))
+    return [gap for gap in gaps if gap.stop - gap.start >= least]
+
+
 def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> bool:
     """Whether a row goes on with one column of the block above it, without a space between."""
     piece = rows[place][0]
-    column = _column(piece, gutters)
-    if len(rows[place]) > 1 or column is None or _distance(rows, place) > _PARAGRAPH:
+    column = column_of(piece, gutters)
+    if len(rows[place]) > 1 or column is None or distance_above(rows, place) > PARAGRAPH:
         return False
     rows_above = reversed(rows[start:place])
     pieces_above = chain.from_iterable(rows_above)
-    lefts = (above.left for above in pieces_above if _column(above, gutters) == column)
+    lefts = (above.left for above in pieces_above if column_of(above, gutters) == column)
     return abs(next(lefts, _EDGE) - piece.left) < piece.height
 
 
-def _column(piece: Piece, gutters: list[Span]) -> int | None:
+def column_of(piece: Piece, gutters: list[Span]) -> int | None:
     """The number of a piece's column; None if it lies across a gutter."""
     number = sum(gutter.stop <= piece.left for gutter in gutters)
     crosses = number < len(gutters) and piece.right > gutters[number].start
     return None if crosses else number
 
 
-def _block_text(block: _Block) -> str:
+def block_cells(block: Block) -> list[list[str]] | None:
+    """The rows of a table, a text for each column; None if the block is prose."""
+    if not block.gutters:
+        return None
+    columns = [list(map(_line, rows)) for rows in _columns(block)]
+    is_prose = len(columns) <= _MOST_PROSE and all(map(_is_prose, columns))
+    divided_rows = sum(len(row) > 1 for row in block.rows)
+    is_sparse = 2 * divided_rows < len(block.rows)
+    if is_prose or is_sparse or any(map(_is_running, columns)):
+        return None
+    return [list(cells) for cells in zip(*columns, strict=True)]
+
+
+def block_text(block: Block) -> str:
+    """The text of a block that is no table: line by line, columns of prose one after the other."""
     text = "\n".join(map(_marked_line, block.rows))
     if not block.gutters:
         return text
-    column_rows = [_column_rows(block, number) for number in range(len(block.gutters) + 1)]
+    column_rows = _columns(block)
     columns = [list(map(_line, rows)) for rows in column_rows]
-    if len(columns) <= _MOST_PROSE and all(map(_is_prose, columns)):
-        if _right_to_left(text):
-            column_rows.reverse()
-        lines = map(_marked_line, chain.from_iterable(column_rows))
-        return "\n".join(filter(None, lines))
-    divided_rows = sum(len(row) > 1 for row in block.rows)
-    if 2 * divided_rows < len(block.rows) or any(map(_is_running, columns)):
+    if len(columns) > _MOST_PROSE or not all(map(_is_prose, columns)):
         return text
-    return markdown_table(zip(*columns, strict=True)) + "\n"
+    if is_right_to_left(text):
+        column_rows.reverse()
+    lines = map(_marked_line, chain.from_iterable(column_rows))
+    return "\n".join(filter(None, lines))
 
 
-def _column_rows(block: _Block, column: int) -> list[Row]:
+def cells_of(row: Row, gutters: list[Span]) -> list[str] | None:
+    """The texts of a row in the columns of a table; None if a piece lies across two of them."""
+    places = [column_of(piece, gutters) for piece in row]
+    if None in places:
+        return None
+    by_column = zip(places, row, strict=True)
+    pieces: list[Row] = [[] for _ in range(len(gutters) + 1)]
+    for place, piece in by_column:
+        pieces[place or 0].append(piece)
+    return list(map(_line, pieces))
+
+
+def _columns(block: Block) -> list[list[Row]]:
+    return [_column_rows(block, number) for number in range(len(block.gutters) + 1)]
+
+
+def _column_rows(block: Block, column: int) -> list[Row]:
     """The pieces of each row in a column."""
-    return [[piece for piece in row if _column(piece, block.gutters) == column] for row in block.rows]
+    return [[piece for piece in row if column_of(piece, block.gutters) == column] for row in block.rows]
 
 
 def _marked_line(row: Row) -> str:
@@ -264,12 +308,7 @@ def _marked_line(row: Row) -> str:
 def _line(row: Row) -> str:
     texts = [piece.text for piece in row]
     line = " ".join(texts)
-    return " ".join(reversed(texts)) if _right_to_left(line) else line
-
-
-def _right_to_left(text: str) -> bool:
-    letters = sum(map(str.isalpha, text))
-    return 2 * len(_RIGHT_TO_LEFT.findall(text)) > letters
+    return " ".join(reversed(texts)) if is_right_to_left(line) else line
 
 
 def _is_prose(column: Sequence[str]) -> bool:
