@@ -1,68 +1,166 @@
-"""reStructuredText through docutils' HTML. Directives and roles of Sphinx, which docutils lacks, keep their text."""
+"""reStructuredText through docutils' HTML. `rst_directives` and `rst_roles` read what docutils lacks.
+
+docutils leaves out what it cannot read. Here it comes as it stands in the file, and a note names the line.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
+from blend_retrieval.readers.base import Fault, Part, Parts, notes
 from blend_retrieval.readers.html import html_to_markdown
 
-_DIRECTIVE = re.compile(r"^[ \t]*\.\.[ \t]+([\w][\w:.+-]*)::", re.MULTILINE)
-_ROLE = re.compile(r":([a-zA-Z][\w:+-]*):`|`:([a-zA-Z][\w:+-]*):")
 _SETTINGS: dict[str, Any] = {
     "input_encoding": "unicode",
     "report_level": 5,
     "halt_level": 5,
+    "warning_stream": False,
     "file_insertion_enabled": False,
-    "raw_enabled": False,
+    "raw_enabled": True,
+    "line_length_limit": 1 << 20,
     "embed_stylesheet": False,
     "syntax_highlight": "none",
     "_disable_config": True,
 }
-
-
-def _register_unknown(text: str) -> None:
-    """Register the directives and roles in `text` that docutils lacks; each gives its argument and content."""
-    from docutils import nodes
-    from docutils.parsers.rst import Directive, directives, languages, roles
-
-    class UnknownDirective(Directive):  # type: ignore[misc]  # docutils publishes no types
-        optional_arguments = 1
-        final_argument_whitespace = True
-        has_content = True
-
-        def run(self) -> list[Any]:
-            container = nodes.container()
-            if self.arguments:
-                container += nodes.paragraph("", self.arguments[0])
-            self.state.nested_parse(self.content, self.content_offset, container)
-            return [container]
-
-    english = languages.get_language("en")
-    directive_names = {match[1].lower() for match in _DIRECTIVE.finditer(text)}
-    for name in directive_names:
-        if name not in english.directives and name not in directives._directives:
-            directives.register_directive(name, UnknownDirective)
-    role_names = {match.expand(r"\1\2").lower() for match in _ROLE.finditer(text)}
-    for name in role_names:
-        if name not in english.roles and name not in roles._roles:
-            roles.register_generic_role(name, nodes.literal)
+_WARNING = 2  # a level of docutils' messages: from it on they may stand for lost text
+_AS_IT_STANDS = "cannot be read by docutils, and is taken as it stands"
+_GENERATED = re.compile(r"\s*\.\.\s+(?:contents|sectnum|section-numbering)\s*::")  # what docutils makes of headings
+_DIRECTIVE_OF_ONE_COLON = re.compile(r"[a-z][\w-]*:\s")
 
 
 def read_rst(data: bytes, title: str) -> Parts:
-    """Read one document, under its own title. Never includes other files."""
+    """Read one document, under its own title. Never takes in other files; each is named."""
     from docutils.core import publish_parts
-    from docutils.writers.html5_polyglot import Writer
+
+    from blend_retrieval.readers.rst_directives import register_directives, unread_places
+    from blend_retrieval.readers.rst_roles import register_roles
 
     text, note = decode(data)
-    _register_unknown(text)
+    register_directives(text)
+    register_roles(text)
+    writer = _writer()
     try:
-        parts = publish_parts(text, writer=Writer(), settings_overrides=_SETTINGS)
+        with _blank_corners():
+            parts = publish_parts(text, writer=writer, settings_overrides=_SETTINGS)
     except Exception as error:  # docutils raises any error of its parser
-        raise UnreadableError(f"is not reStructuredText that docutils can read ({type(error).__name__})") from error
+        reason = f"is read as plain text: docutils cannot read it ({type(error).__name__})"
+        return [Part("", title, text, "plain"), Fault("", reason, 0), *notes(note)]
     _, markdown = html_to_markdown(f"<body>{parts['html_body']}</body>")
     _, named = html_to_markdown(parts["title"])
     document = Part("", named or title, markdown, "markdown")
-    return [document, *notes(note)]
+    return [document, *unread_places(writer.document), *notes(note)]
+
+
+@contextmanager
+def _blank_corners() -> Iterator[None]:
+    """Keep rows of simple tables whose first cell is blank, above all their headers, which docutils leaves out."""
+    from docutils.parsers.rst import tableparser
+
+    parser = tableparser.SimpleTableParser
+
+    class CornerParser(parser):  # type: ignore[misc, valid-type]  # docutils publishes no types
+        def parse_table(self) -> None:
+            start, end = self.parse_columns(self.block[0], 0)[0]
+            has_row = False
+            for number, line in enumerate(self.block):
+                if self.span_pat.match(line):
+                    has_row = False
+                elif line[start:end].strip():
+                    has_row = True
+                elif line.strip() and not has_row:
+                    self.block[number] = f"{line[:start]}\\{line[start + 1 :]}"
+                    has_row = True
+            super().parse_table()
+
+    tableparser.SimpleTableParser = CornerParser
+    try:
+        yield
+    finally:
+        tableparser.SimpleTableParser = parser
+
+
+def _writer() -> Any:
+    """The writer of HTML, with `_complete` before it leaves out docutils' messages."""
+    from docutils.transforms import Transform
+    from docutils.writers.html5_polyglot import Writer
+
+    class Complete(Transform):  # type: ignore[misc]  # docutils publishes no types
+        default_priority = 850
+
+        def apply(self) -> None:
+            _complete(self.document)
+
+    class CompleteWriter(Writer):  # type: ignore[misc]  # docutils publishes no types
+        def get_transforms(self) -> list[Any]:
+            return [*super().get_transforms(), Complete]
+
+    return CompleteWriter()
+
+
+def _complete(document: Any) -> None:
+    """Put into the tree of a document what docutils' HTML would leave out."""
+    from docutils import nodes
+
+    for message in list(document.findall(nodes.system_message)):
+        _keep_source(document, message)
+    for comment in list(document.findall(nodes.comment)):
+        _keep_mistaken(document, comment)
+    for formula in list(document.findall(lambda node: isinstance(node, nodes.math | nodes.math_block))):
+        is_block = isinstance(formula, nodes.math_block)
+        latex = formula.astext()
+        formula.replace_self(nodes.literal_block(latex, latex) if is_block else nodes.literal(latex, latex))
+    for picture in list(document.findall(nodes.image)):
+        is_inline = isinstance(picture.parent, nodes.TextElement)
+        words = picture.get("alt", "")
+        picture.replace_self(nodes.inline("", words) if is_inline else nodes.paragraph("", words))
+    for frame in list(document.findall(lambda node: isinstance(node, nodes.header | nodes.footer))):
+        place = 0 if isinstance(frame, nodes.header) else len(document)
+        document[place:place] = [child.deepcopy() for child in frame.children]
+    for classifier in list(document.findall(nodes.classifier)):
+        classifier.parent[0] += nodes.Text(f" : {classifier.astext()}")
+        classifier.parent.remove(classifier)
+    _name_raw(document)
+
+
+def _keep_source(document: Any, message: Any) -> None:
+    """Put the source that docutils could not read in the place of its message."""
+    from docutils import nodes
+
+    from blend_retrieval.readers.rst_directives import unread_places
+
+    sources = [child for child in message.children if isinstance(child, nodes.literal_block)]
+    is_read_too = message.children[0].astext().startswith("Title ")  # a ruler that is too short
+    is_generated = any(_GENERATED.match(source.astext()) for source in sources)
+    if not sources or message["level"] < _WARNING or is_read_too or is_generated:
+        return
+    unread_places(document).append(Fault(f"line {message.get('line', 1)}", _AS_IT_STANDS, 0))
+    message.replace_self(sources)
+
+
+def _keep_mistaken(document: Any, comment: Any) -> None:
+    """Keep a comment that is a directive with one colon."""
+    from docutils import nodes
+    from docutils.parsers.rst import languages
+
+    from blend_retrieval.readers.rst_directives import unread_places
+
+    words = comment.astext()
+    name = words.partition(":")[0]
+    if _DIRECTIVE_OF_ONE_COLON.match(words) and name in languages.get_language("en").directives:
+        unread_places(document).append(Fault(f".. {name}:", "is a comment: a directive has two colons", 0))
+        comment.replace_self(nodes.literal_block(words, words))
+
+
+def _name_raw(document: Any) -> None:
+    """Name the parts in other languages than HTML, which the writer leaves out."""
+    from docutils import nodes
+
+    from blend_retrieval.readers.rst_directives import unread_places
+
+    kinds = {raw["format"] for raw in document.findall(nodes.raw) if "html" not in raw["format"].split()}
+    for kind in sorted(kinds):
+        unread_places(document).append(Fault("", f"holds raw {kind}, which is not read", 0))

@@ -1,0 +1,265 @@
+"""Directives of reStructuredText: those of docutils with any option, and those of Sphinx and its extensions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from docutils import nodes
+from docutils.parsers.rst import Directive, directives, languages
+from docutils.parsers.rst.directives.misc import Class
+from docutils.statemachine import StringList
+from docutils.utils import new_document
+
+from blend_retrieval.readers.base import Fault
+
+_USED = re.compile(r"\.\.[ \t]+(?:\|[^|\n]+\|[ \t]+)?([^\W_](?:[\w.+:-]*[^\W_])?)[ ]?::")
+# Directives that read no option of their own, or whose content defines something.
+_AS_THEY_ARE = ("replace", "unicode", "role", "default-role", "title", "meta", "header", "footer", "target-notes")
+_VERSIONS = {
+    "versionadded": "Added in version",
+    "versionchanged": "Changed in version",
+    "versionremoved": "Removed in version",
+    "deprecated": "Deprecated since version",
+    "deprecated-removed": "Deprecated since version",
+}
+_TAKEN_IN = (
+    "include",
+    "literalinclude",
+    "mdinclude",
+    "cmake-module",
+    "program-output",
+    "command-output",
+    "click",
+    "argparse",
+)
+_GENERATED = re.compile(r"auto|doxygen|.*:auto")
+_LITERAL = re.compile(
+    r".*(?:code|plot|graph|diag|math)|mermaid|plantuml|uml|ditaa|tikz|prompt|doctest|test(?:code|output|setup|cleanup)"
+    r"|ipython|jupyter-execute|exec|console|terminal|productionlist|highlight-rst|raw-html|yaml|json|algorithm|pseudocode"
+)
+_OBJECTS = frozenset(
+    """attribute cfunction class classmethod cmacro cmdoption confval constant ctype cvar data decorator describe directive
+    enum enumerator envvar event exception function genex macro member method module object opcode option program property
+    role setting signature staticmethod struct type union var variable""".split()  # noqa: SIM905  # a list takes 40 lines
+)
+_LABELS = {"seealso": "See also", "currentmodule": "Module"}
+_WITHOUT_LABEL = re.compile(
+    r"tab|grid|card|panel|column|dropdown|details|container|hlist|centered|glossary|button|div|rst-class|cssclass"
+)
+_LAYOUT = ("tabularcolumns", "highlight", "highlightlang", "default-domain", "nosearch", "raggedright")
+_STYLE = re.compile(r"[a-z][a-z0-9 -]*")
+_TITLES = ("caption", "title", "subtitle", "header", "footer", "summary", "alt", "synopsis")
+_TECHNICAL = re.compile(
+    r"(?:class|name|width|height|scale|align|figwidth|figclass|target|link|linenos|lineno|emphasize|dedent|force|nowrap|label"
+    r"|number|start|end|lines|pyobject|append|prepend|diff|tab|encoding|language|maxdepth|hidden|glob|titlesonly|includehidden"
+    r"|reversed|depth|local|backlinks|widths|header-rows|stub|delim|quote|escape|keepspace|members|undoc|private|special"
+    r"|inherited|show|exclude|member|no|ignore|canonical|toctree|template|recursive|nosignatures|gutter|margin|padding|sync"
+    r"|open|animate|color|icon|columns|outline|shadow|text-align|img|collapsible|loading|layout|size|trim|strip|group|id)"
+    r"(?:[-_].*|s|index|indexentry|contentsentry|typesetting|block)?"
+)
+
+
+class _Unknown(str):
+    """The value of an option that a directive of docutils does not have."""
+
+
+class _Options(dict[str, Any]):
+    """Options of a directive, and any other. A value that docutils refuses is left out, rather than the whole block."""
+
+    def __getitem__(self, name: str) -> Callable[[str | None], Any]:
+        convert = self.get(name)
+        if convert is None:
+            return lambda value: _Unknown(value or "")
+
+        def converted(value: str | None) -> Any:
+            try:
+                return convert(value)
+            except (ValueError, TypeError):
+                return _Unknown("")
+
+        return converted
+
+
+def register_directives(text: str) -> None:
+    """Make docutils read every directive that is used in a text.
+
+    docutils keeps directives for the whole process. These read what its own read, and more.
+    """
+    english = languages.get_language("en")
+    names = {match[1].lower() for match in _USED.finditer(text)} - set(_AS_THEY_ARE)
+    for name in names:
+        registered = directives._directives.get(name)
+        if isinstance(registered, type) and issubclass(registered, _Shown | _Date):
+            continue
+        known = registered
+        if name in english.directives and known is None:
+            known, _ = directives.directive(name, english, new_document(""))
+        if name in _OWN:
+            directives.register_directive(name, _OWN[name])
+        elif known is None or name in _TAKEN_IN:
+            directives.register_directive(name, SphinxDirective)
+        elif known.option_spec:
+            members = {"option_spec": _Options(known.option_spec)}
+            directives.register_directive(name, type(known.__name__, (Lenient, known), members))
+
+
+def unread_places(document: Any) -> list[Fault]:
+    """What was not read of a document so far."""
+    places: list[Fault] = document.__dict__.setdefault("unread_places", [])
+    return places
+
+
+class _Date(Directive):  # type: ignore[misc]  # docutils publishes no types
+    """The day on which a document is built: it would change a text that does not change."""
+
+    has_content = True
+
+    def run(self) -> list[Any]:
+        return [nodes.Text("[date]")]
+
+
+class _Shown(Directive):  # type: ignore[misc]  # docutils publishes no types
+    """What both kinds of directives share: texts of options, and places that are not read."""
+
+    def unread(self, place: str, reason: str) -> None:
+        unread_places(self.state.document).append(Fault(place, reason))
+
+    def option_texts(self, options: dict[str, str]) -> list[Any]:
+        """Paragraphs for the options that a reader of the built page sees."""
+        paragraphs = []
+        for name, value in options.items():
+            if not value.strip():
+                continue
+            if name in _TITLES or not _TECHNICAL.fullmatch(name):
+                label = "" if name in _TITLES else _label(name)
+                paragraphs.append(self.paragraph(label, value))
+        return paragraphs
+
+    def paragraph(self, label: str, markup: str) -> Any:
+        """A paragraph of a label and inline markup."""
+        inline, messages = self.state.inline_text(markup, self.lineno)
+        opening = f"{label}: " if label and markup else label
+        return nodes.paragraph("", "", nodes.Text(opening), *inline, *messages)
+
+    def unknown_options(self) -> dict[str, str]:
+        """Take the options that docutils lacks, or whose values it refuses, out of the options."""
+        options: dict[str, Any] = self.options
+        unknown: dict[str, str] = {name: value for name, value in options.items() if isinstance(value, _Unknown)}
+        for name in unknown:
+            del options[name]
+        return unknown
+
+
+class Lenient(_Shown):
+    """A directive of docutils with any option. Other files are named instead of taken in."""
+
+    def run(self) -> list[Any]:
+        """What docutils makes of it, below the options that docutils lacks."""
+        texts = self.option_texts(self.unknown_options())
+        place = self.options.get("file") or self.options.get("url")
+        if place and self.name in ("csv-table", "raw"):
+            self.unread(place, "is another file, which is not taken in")
+            return [*texts, self.paragraph("", " ".join([*self.arguments[:1], f"({place})"]))]
+        built: list[Any] = super().run()
+        return [*texts, *built]
+
+
+class SphinxDirective(_Shown):
+    """A directive that docutils lacks: its name, argument, options and content."""
+
+    optional_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+    option_spec = _Options(name=directives.unchanged)
+
+    def run(self) -> list[Any]:
+        """Its name and argument, options and content, as a reader of the built page sees them."""
+        title, content = self._title_and_content()
+        texts = self.option_texts(self.unknown_options())
+        kind = self.name.lower()
+        if kind in _VERSIONS:
+            opening = [self._version(title)]
+        elif kind == "toctree":
+            return [*texts, *self._entries([*title.splitlines(), *content])]
+        elif kind in _LAYOUT:
+            opening = []
+        elif kind in _TAKEN_IN or _GENERATED.match(kind):
+            opening = self._named(kind, title)
+        elif _LITERAL.fullmatch(kind):
+            code = "\n".join(content)
+            block = [nodes.literal_block(code, code)] if code else []
+            return [*self._opening(kind, title), *texts, *block]
+        else:
+            opening = self._opening(kind, title)
+        return [*opening, *texts, *self._nested(content)]
+
+    def _nested(self, content: StringList) -> list[Any]:
+        """The content, whose headings are below those around it, whatever their rulers are."""
+        memo, container = self.state.memo, nodes.container()
+        styles, level = memo.title_styles, memo.section_level
+        memo.title_styles, memo.section_level = [], 0
+        self.state.nested_parse(content, self.content_offset, container, match_titles=True)
+        memo.title_styles, memo.section_level = styles, level
+        return list(container.children)
+
+    def _title_and_content(self) -> tuple[str, StringList]:
+        """The text behind the name and the text below. docutils takes a text that starts in the next line for an argument."""
+        title = self.arguments[0] if self.arguments else ""
+        first_line = self.block_text.partition("\n")[0]
+        has_title = bool(
+            first_line.partition(f"{self.name}::")[2].strip() or first_line.partition(f"{self.name} ::")[2].strip()
+        )
+        if has_title or not title:
+            return title, self.content
+        lines = [*title.splitlines(), "", *self.content]
+        return "", StringList(lines, self.state.document.current_source or "")
+
+    def _version(self, title: str) -> Any:
+        version, _, words = title.partition(" ") if " " in title.partition("\n")[0] else title.partition("\n")
+        label = f"{_VERSIONS[self.name.lower()]} {version}".rstrip()
+        return self.paragraph(label, words.strip())
+
+    def _entries(self, lines: list[str]) -> list[Any]:
+        """The pages that a table of contents names; they are files of their own."""
+        entries = [" ".join(line.replace("<", "(").replace(">", ")").split()) for line in lines if line.strip()]
+        items = [nodes.list_item("", nodes.paragraph("", entry)) for entry in entries]
+        return [nodes.bullet_list("", *items)] if items else []
+
+    def _named(self, kind: str, title: str) -> list[Any]:
+        is_file = kind in _TAKEN_IN
+        reason = (
+            "is another file, which is not taken in" if is_file else "is taken from source code by Sphinx, and not read"
+        )
+        self.unread(title or kind, reason)
+        return [nodes.paragraph("", f"{_label(kind)}: {title}" if title else _label(kind))]
+
+    def _opening(self, kind: str, title: str) -> list[Any]:
+        """The name and argument of a directive: a signature as code, other arguments as text."""
+        name = kind.rpartition(":")[2]
+        if ":" in kind or name in _OBJECTS:
+            signatures = title.replace("\\\n", " ").splitlines()
+            return [nodes.paragraph("", f"{_label(name)} ", nodes.literal("", words.strip())) for words in signatures]
+        label = "" if _WITHOUT_LABEL.match(name) else _label(name)
+        return [self.paragraph(label, title)] if label or title else []
+
+
+class _Class(SphinxDirective):
+    """A class of Python, as Sphinx takes it; or a class of the elements below, as docutils does, where it reads like one."""
+
+    def run(self) -> list[Any]:
+        title = " ".join(self.arguments)
+        if not _STYLE.fullmatch(title):
+            return super().run()
+        place = (self.lineno, self.content_offset, self.block_text, self.state, self.state_machine)
+        classes: list[Any] = Class(self.name, [title], {}, self.content, *place).run()
+        return classes
+
+
+_OWN = {"date": _Date, "class": _Class}
+
+
+def _label(name: str) -> str:
+    words = name.rpartition(":")[2].replace("-", " ").replace("_", " ")
+    return _LABELS.get(name, words[:1].upper() + words[1:])
