@@ -1,6 +1,7 @@
 """Office files, tables, e-books, mails and source code."""
 
 import io
+import zipfile
 from email.message import EmailMessage
 
 import pytest
@@ -104,6 +105,26 @@ def test_e_books_in_reading_order():
     assert (document.title, document.text) == ("The book", "# Two\n\nSecond.\n\n# One\n\nLast.")
     (document,), (skipped,) = load_bytes("book.epub", epub({**chapters, "lost": None}))
     assert skipped.source == "book.epub chapter OEBPS/lost.xhtml"
+
+
+def test_chapters_of_pictures_and_pages_beside_the_reading_order_are_named():
+    book = epub({"cover": "<html><head><title/></head><img src='a.png'/></html>", "one": "<title/><p>First.</p>"})
+    package = "OEBPS/book.opf"
+    with zipfile.ZipFile(io.BytesIO(book)) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    listed = (
+        files[package]
+        .decode()
+        .replace("</manifest>", '<item id="n" href="notes.xhtml" media-type="application/xhtml+xml"/></manifest>')
+    )
+    listed = listed.replace("</spine>", '<itemref idref="gone"/></spine>')
+    (document,), skipped = load_bytes("book.epub", zipped_files(files | {package: listed}))
+    assert document.text == "First."
+    assert {one.source: one.reason for one in skipped} == {
+        "book.epub chapter OEBPS/cover.xhtml": "holds only pictures",
+        "book.epub chapter gone": "is not in the book's list of files",
+        "book.epub page notes.xhtml": "is not in the reading order, so it is not read",
+    }
 
 
 def test_mails_with_their_attachments_and_mails():

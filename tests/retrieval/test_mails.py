@@ -72,6 +72,7 @@ PICTURE = part(
         multipart("alternative", part(PLAIN, ""), multipart("related", CODE, PICTURE)),
         multipart("mixed", multipart("alternative", part(PLAIN, ""), multipart("mixed", CODE, PICTURE))),
         multipart("mixed", PICTURE, CODE),
+        multipart("mixed", PICTURE, part("application/xhtml+xml", "<p>The gate code is <b>4417</b>.</p>")),
         multipart("signed", multipart("mixed", CODE, PICTURE)),
         multipart("made-up", CODE, PICTURE),
     ],

@@ -64,7 +64,9 @@ def _unlisted(package: ET.Element) -> list[Fault]:
     items = [item for item in package.iterfind(".//{*}item") if item.get("href")]
     listed = {item.get("id") for item in items}
     order = {reference.get("idref") for reference in package.iterfind(".//{*}itemref")}
-    faults = [Fault(f"chapter {name}", "is not in the book's list of files") for name in sorted(filter(None, order - listed))]
+    faults = [
+        Fault(f"chapter {name}", "is not in the book's list of files") for name in sorted(filter(None, order - listed))
+    ]
     for item in items:
         is_page = item.get("media-type") in _PAGES and "nav" not in (item.get("properties") or "").split()
         if is_page and item.get("id") not in order:

@@ -41,6 +41,7 @@ _FORMS = {
     "mspace": " ",
 }
 _ROWS = {"msqrt": "", "mtable": "; ", "mtr": ", "}  # joined before the form
+_THIN = re.compile(r"\s*0(?:\.0*)?\s*(?:[a-z%]+\s*)?\Z", re.IGNORECASE)
 _UNSEEN = ("annotation", "annotation-xml", "mphantom")
 
 
@@ -104,6 +105,10 @@ def _linear(node: LexborNode) -> str:
     if node.tag in _UNSEEN:
         return ""
     inner = [_linear(child) for child in node.iter(include_text=True)]
+    if node.tag == "mfenced":
+        return _fenced(node, [formula for formula in inner if formula])
+    if node.tag == "mfrac" and _THIN.match(node.attributes.get("linethickness") or ""):
+        return f" ({'; '.join(inner)}) "  # a binomial coefficient
     if node.tag in _ROWS:
         inner = [_ROWS[node.tag].join(inner)]
     form = _FORMS.get(node.tag or "", "")
@@ -112,6 +117,17 @@ def _linear(node: LexborNode) -> str:
     if len(inner) > 1:
         inner = [_operand(formula) for formula in inner]
     return form.format(*inner)
+
+
+def _fenced(node: LexborNode, inner: list[str]) -> str:
+    """Formulas between brackets. The last separator stands between all that have none."""
+    attributes = {"open": "(", "close": ")", "separators": ",", **node.attributes}
+    separators = "".join((attributes["separators"] or "").split())
+    words = inner[0] if inner else ""
+    for number, formula in enumerate(inner[1:]):
+        words += separators[number : number + 1] or separators[-1:]
+        words += formula
+    return f"{attributes['open'] or ''}{words}{attributes['close'] or ''}"
 
 
 def _operand(formula: str) -> str:

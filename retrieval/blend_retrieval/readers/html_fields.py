@@ -78,8 +78,8 @@ def _choice(field: LexborNode) -> str:
         return ", ".join(chosen)
     if chosen:
         return chosen[-1]
-    first, *others = [_entry(option) for option in options] or [""]
-    return f"{first} (or: {', '.join(others)})" if others else first
+    first, *alternatives = [_entry(option) for option in options] or [""]
+    return f"{first} (or: {', '.join(alternatives)})" if alternatives else first
 
 
 def _entry(option: LexborNode) -> str:

@@ -13,6 +13,7 @@ from blend_retrieval.readers.events import events_text
 from blend_retrieval.readers.html import html_to_markdown
 
 _HTML = ("html", "x-amp-html", "x-watch-html", "xhtml")
+_XHTML = "application/xhtml+xml"
 _FILES = ("csv", "markdown", "rtf", "vcard", "x-vcard", "directory", "tab-separated-values", "css", "javascript", "xml")
 _PGP = re.compile(r"-----BEGIN PGP MESSAGE-----.*?(?:-----END PGP MESSAGE-----|\Z)", re.DOTALL)
 _ADDRESS = re.compile(r"\b(?:https?://|www\.|mailto:)\S+", re.IGNORECASE)
@@ -34,6 +35,8 @@ def is_text_of_the_mail(part: MIMEPart) -> bool:
     """Whether a part belongs to the text that a reader of the mail sees, and is no file in it."""
     if part.get_content_maintype() == "multipart":  # without its boundary
         return True
+    if part.get_content_type() == _XHTML:
+        return not part.is_attachment() and not part.get_filename()
     if part.get_content_maintype() != "text" or part.is_attachment():
         return False
     subtype = part.get_content_subtype()
@@ -45,7 +48,7 @@ def part_text(part: MIMEPart) -> tuple[PartText, list[Fault]]:
     subtype = part.get_content_subtype()
     try:
         text, note = _decoded(part)
-        if subtype in _HTML:
+        if subtype in _HTML or part.get_content_type() == _XHTML:
             _, markdown = html_to_markdown(text)
             return PartText(markdown), [*notes(note)]
     except (DecodingError, UnreadableError) as error:
@@ -81,8 +84,8 @@ def fuller_text(versions: list[PartText]) -> list[PartText]:
     """
     by_preference = sorted(versions, key=lambda version: not version.is_plain)
     words = [_words(version.text) for version in by_preference]
-    for version, own_words in zip(by_preference, words, strict=True):
-        if all(_holds(own_words, other) for other in words):
+    for version, version_words in zip(by_preference, words, strict=True):
+        if all(_holds(version_words, needed) for needed in words):
             return [version]
     return by_preference
 
@@ -91,11 +94,11 @@ def _words(text: str) -> set[str]:
     return set(_WORD.findall(_ADDRESS.sub(" ", text).casefold()))
 
 
-def _holds(words: set[str], other: set[str]) -> bool:
-    """Whether a text with these words says what the other says: all its numbers, and most of its words."""
-    lacking = other - words
+def _holds(words: set[str], needed: set[str]) -> bool:
+    """Whether a text with these words says what another says: all its numbers, and most of its words."""
+    lacking = needed - words
     has_numbers = any(any(sign.isdigit() for sign in word) for word in lacking)
-    return not has_numbers and len(lacking) <= _LACKING_SHARE * len(other)
+    return not has_numbers and len(lacking) <= _LACKING_SHARE * len(needed)
 
 
 def _decoded(part: MIMEPart) -> Decoded:

@@ -51,6 +51,7 @@ _WITHOUT_LABEL = re.compile(
 _LAYOUT = ("tabularcolumns", "highlight", "highlightlang", "default-domain", "nosearch", "raggedright")
 _STYLE = re.compile(r"[a-z][a-z0-9 -]*")
 _TITLES = ("caption", "title", "subtitle", "header", "footer", "summary", "alt", "synopsis")
+_FLAGS = ("deprecated", "async", "abstract", "abstractmethod", "static", "classmethod", "final", "required", "optional")
 _TECHNICAL = re.compile(
     r"(?:class|name|width|height|scale|align|figwidth|figclass|target|link|linenos|lineno|emphasize|dedent|force|nowrap|label"
     r"|number|start|end|lines|pyobject|append|prepend|diff|tab|encoding|language|maxdepth|hidden|glob|titlesonly|includehidden"
@@ -90,19 +91,18 @@ def register_directives(text: str) -> None:
     english = languages.get_language("en")
     names = {match[1].lower() for match in _USED.finditer(text)} - set(_AS_THEY_ARE)
     for name in names:
-        registered = directives._directives.get(name)
-        if isinstance(registered, type) and issubclass(registered, _Shown | _Date):
+        directive = directives._directives.get(name)
+        if isinstance(directive, type) and issubclass(directive, _Shown | _Date):
             continue
-        known = registered
-        if name in english.directives and known is None:
-            known, _ = directives.directive(name, english, new_document(""))
+        if name in english.directives and directive is None:
+            directive, _ = directives.directive(name, english, new_document(""))
         if name in _OWN:
             directives.register_directive(name, _OWN[name])
-        elif known is None or name in _TAKEN_IN:
+        elif directive is None or name in _TAKEN_IN:
             directives.register_directive(name, SphinxDirective)
-        elif known.option_spec:
-            members = {"option_spec": _Options(known.option_spec)}
-            directives.register_directive(name, type(known.__name__, (Lenient, known), members))
+        elif directive.option_spec:
+            members = {"option_spec": _Options(directive.option_spec)}
+            directives.register_directive(name, type(directive.__name__, (Lenient, directive), members))
 
 
 def unread_places(document: Any) -> list[Fault]:
@@ -130,9 +130,11 @@ class _Shown(Directive):  # type: ignore[misc]  # docutils publishes no types
         """Paragraphs for the options that a reader of the built page sees."""
         paragraphs = []
         for name, value in options.items():
-            if not value.strip():
+            if name in _FLAGS:
+                paragraphs.append(self.paragraph(_label(name), value))
+            elif not value.strip():
                 continue
-            if name in _TITLES or not _TECHNICAL.fullmatch(name):
+            elif name in _TITLES or not _TECHNICAL.fullmatch(name):
                 label = "" if name in _TITLES else _label(name)
                 paragraphs.append(self.paragraph(label, value))
         return paragraphs
