@@ -29,7 +29,8 @@ REMEMBERED = 1 << 12  # passages; repeats come soon or never
 # Possessive quantifiers: on hostile lines a pattern that goes back takes hours, and holds the interpreter.
 _RULER = r"(?=[^\n]*\|)[ \t]*+\|?+[ \t]*+:?+-++:?+[ \t]*+(?:\|[ \t]*+:?+-++:?+[ \t]*+)*+\|?[ \t]*+\n"
 _TABLE = re.compile(
-    rf"^(?P<header>(?=[^\n]*\|)[^\n]*+\n{_RULER})(?P<rows>(?:(?=[^\n]*\|)[^\n]*+(?:\n|\Z))++)", re.MULTILINE
+    rf"^(?P<header>(?:\|[^\n]*+\n){{0,2}}?(?=[^\n]*\|)[^\n]*+\n{_RULER})(?P<rows>(?:(?=[^\n]*\|)[^\n]*+(?:\n|\Z))++)",
+    re.MULTILINE,
 )
 HEADER_SHARE = 0.75  # of the limit, that title and header of a table may take
 _BLANK_LINES = re.compile(r"(?:[ \t]*[\r\n]+)+")

@@ -51,36 +51,6 @@ def test_slides():
     assert text == "## Fees\n\nIn crowns.\n\n| Harbour | Fee |\n| --- | --- |\n| Orm | 31 |\n\nSay it twice."
 
 
-def test_workbooks():
-    import datetime as dt
-
-    from openpyxl import Workbook
-
-    book = Workbook()
-    fees = book.active
-    fees.title = "Fees"
-    for values in (("Harbour", "Fee", "Since"), ("Orm", 31.0, dt.datetime(2020, 5, 3)), ("Brack|B", 0.5, None)):
-        fees.append(values)
-    fees.append(("Total", "=B2+B3"))
-    hidden = book.create_sheet("Draft")
-    hidden.append(("secret",))
-    hidden.sheet_state = "hidden"
-    book.create_sheet("Empty")
-    data = io.BytesIO()
-    book.save(data)
-    (document,), (skipped,) = load_bytes("fees.xlsx", data.getvalue())
-    assert document.text.splitlines() == [
-        "# Fees",
-        "",
-        "| Harbour | Fee | Since |",
-        "| --- | --- | --- |",
-        "| Orm | 31 | 2020-05-03 |",
-        r"| Brack\|B | 0.5 |  |",
-        "| Total | =B2+B3 |  |",
-    ]
-    assert (skipped.source, skipped.reason) == ("fees.xlsx sheet Draft", "is hidden")
-
-
 @pytest.mark.parametrize(
     ("name", "data"),
     [

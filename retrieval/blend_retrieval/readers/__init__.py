@@ -40,14 +40,20 @@ _READERS = {  # module and function
     ".xhtml": "html:read_xhtml",
     ".pdf": "pdf:read_pdf",
     ".jsonl": "jsonl:read_jsonl",
-    ".csv": "tables:read_csv",
-    ".tsv": "tables:read_csv",
+    ".csv": "delimited:read_csv",
+    ".tsv": "delimited:read_tsv",
     ".docx": "docx:read_docx",
     ".pptx": "office:read_pptx",
-    ".xlsx": "office:read_xlsx",
-    ".xlsm": "office:read_xlsx",
+    ".xlsx": "xlsx:read_xlsx",
+    ".xlsm": "xlsx:read_xlsx",
+    ".ods": "ods:read_ods",
+    ".fods": "ods:read_fods",
+    ".parquet": "columns:read_parquet",
+    ".feather": "columns:read_feather",
+    ".arrow": "columns:read_feather",
     ".epub": "epub:read_epub",
     ".eml": "mail:read_eml",
+    ".ics": "events:read_ics",
     ".log": "text:read_code",
 }
 KINDS = f"{' '.join(_READERS)}, and source code"
@@ -58,12 +64,12 @@ SUFFIXES = tuple(_READERS)
 def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
     """The reader of files with this suffix (such as ".md", in any case), or None.
 
-    text_field: the field of JSONL records that holds their text.
+    text_field: the field of JSONL records, and of rows of Parquet and Feather, that holds their text.
     """
     name = _READERS.get(suffix.lower())
     if name is None:
         return None
-    options = {"text_field": text_field} if name.startswith("jsonl:") else {}
+    options = {"text_field": text_field} if name.startswith(("jsonl:", "columns:")) else {}
 
     def read(data: bytes, title: str) -> Parts:
         try:

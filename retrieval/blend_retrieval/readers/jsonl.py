@@ -11,7 +11,7 @@ from blend_retrieval.document import clean
 from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, notes
 
 
-def _part(record: Any, text_field: str) -> Part:
+def record_part(record: Any, text_field: str) -> Part:
     """A record as a document, named by its id or its content, so edits of other records keep its name."""
     text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
@@ -31,8 +31,8 @@ def _parts(line: str, text_field: str) -> list[Part]:
         raise ValueError("is not JSON") from None
     chunks = record.get("chunks") if isinstance(record, dict) else None
     if isinstance(chunks, list):
-        return [_part(chunk, TEXT_FIELD) for chunk in chunks]
-    return [_part(record, text_field)]
+        return [record_part(chunk, TEXT_FIELD) for chunk in chunks]
+    return [record_part(record, text_field)]
 
 
 def read_jsonl(data: bytes, title: str, text_field: str = TEXT_FIELD) -> Parts:

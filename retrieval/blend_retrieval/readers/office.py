@@ -1,20 +1,14 @@
-"""PowerPoint and Excel files as Markdown."""
+"""PowerPoint files as Markdown."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime, time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blend_retrieval.readers.base import Fault, Part, Parts
 from blend_retrieval.readers.tables import markdown_table
 from blend_retrieval.readers.zipped import opened_zip
-
-if TYPE_CHECKING:
-    from openpyxl.workbook import Workbook
-
-MOST_CELLS = 2_000_000  # of a workbook
 
 
 def read_pptx(data: bytes, title: str) -> Parts:
@@ -92,52 +86,7 @@ def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:
         yield from zip(map(str, plot.categories), *columns, strict=False)
 
 
-def read_xlsx(data: bytes, title: str) -> Parts:
-    """Read the sheets as sections with one table each, with the values of formulas. Hidden sheets are faults."""
-    import openpyxl
-
-    opened_zip(data).close()
-    values = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)
-    formulas = openpyxl.load_workbook(io.BytesIO(data), read_only=True)
-    sections: list[str] = []
-    faults: list[Fault] = []
-    cells = 0
-    for sheet in values.worksheets:
-        if sheet.sheet_state != "visible":
-            faults.append(Fault(f"sheet {sheet.title}", "is hidden"))
-            continue
-        rows = []
-        for row in _sheet_rows(values, formulas, sheet.title):
-            cells += len(row)
-            if cells > MOST_CELLS:
-                reason = f"has more than the {MOST_CELLS:,} cells that are read"
-                faults.append(Fault(f"sheet {sheet.title}", reason))
-                break
-            rows.append(row)
-        if table := markdown_table(rows):
-            sections.append(f"# {sheet.title}\n\n{table}")
-    workbook = Part("", title, _joined(sections), "markdown")
-    return [workbook, *faults]
-
-
-def _sheet_rows(values: Workbook, formulas: Workbook, name: str) -> Iterator[list[str]]:
-    """The rows of a sheet; a formula without a stored value is shown itself."""
-    rows = []
-    for workbook in (values, formulas):
-        sheet = workbook[name]
-        sheet.reset_dimensions()  # what a file says of its size is often wrong
-        rows.append(sheet.iter_rows(values_only=True))
-    for shown, written in zip(*rows, strict=False):
-        cells = zip(shown, written, strict=False)
-        yield [_shown(formula if value is None else value) for value, formula in cells]
-
-
-def _shown(value: object) -> str:
+def _shown(value: float | None) -> str:
     if value is None:
         return ""
-    if isinstance(value, datetime):
-        is_day = value.time() == time()
-        return str(value.date() if is_day else value)
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value)
+    return str(int(value)) if float(value).is_integer() else str(value)

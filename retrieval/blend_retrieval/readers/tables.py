@@ -1,59 +1,106 @@
-"""CSV and TSV as Markdown tables, and tables for other readers."""
+"""Tables as Markdown: those of sheets, with captions, headers of several rows and blank rows, and those of other readers."""
 
 from __future__ import annotations
 
-import csv
-import io
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby
+from typing import NamedTuple
 
-from blend_retrieval.decoding import decode
-from blend_retrieval.readers.base import Part, Parts, notes
+_NUMBER = re.compile(r"[^\w]*\d[\d.,:'\s/%-]*[^\d]{0,5}")
+_MOST_HEADER_ROWS = 3
 
-_DELIMITERS = ",;\t|"
-_GLANCE = 50  # rows from which the delimiter is told
-_LONGEST_CELL = 1 << 24
+
+class Row(NamedTuple):
+    """A row of a sheet: its cells that are not blank, by column.
+
+    spans: whether a cell in it stands over several columns, so that the next row divides them further.
+    """
+
+    cells: dict[int, str]
+    spans: bool = False
 
 
 def markdown_table(rows: Iterable[Sequence[str]]) -> str:
     """Rows as a Markdown table under the first, without blank rows and blank columns."""
-    filled_rows = [filled for row in rows if (filled := _filled_cells(row))]
-    if not filled_rows:
-        return ""
-    columns = sorted(set().union(*filled_rows))
-    lines = []
-    for filled in filled_rows:
-        cells = [filled.get(column, "") for column in columns]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines.insert(1, f"|{' --- |' * len(columns)}")
-    return "\n".join(lines)
+    filled_rows = [filled for row in rows if (filled := filled_cells(row))]
+    return _table(filled_rows, 1) if filled_rows else ""
 
 
-def _filled_cells(row: Sequence[str]) -> dict[int, str]:
-    """The cells of a row that are not blank, by column."""
-    cells = enumerate(map(_cell, row))
+def filled_cells(row: Sequence[str]) -> dict[int, str]:
+    """The cells of a row that are not blank, by column, as a Markdown table takes them."""
+    cells = enumerate(map(table_cell, row))
     return {column: cell for column, cell in cells if cell}
 
 
-def _cell(value: str) -> str:
+def table_cell(value: str) -> str:
+    """A value in one line, with its vertical lines escaped."""
     return " ".join(value.split()).replace("|", "\\|")
 
 
-def read_csv(data: bytes, title: str) -> Parts:
-    """Read a table whose first row is its header, with the delimiter that divides all rows."""
-    text, note = decode(data)
-    csv.field_size_limit(_LONGEST_CELL)
-    delimiter = max(_DELIMITERS, key=lambda delimiter: _least_columns(text, delimiter))
-    markdown = markdown_table(_rows(text, delimiter))
-    table = Part("", title, markdown, "markdown")
-    return [table, *notes(note)]
+def _table(rows: Sequence[dict[int, str]], header_rows: int) -> str:
+    columns = sorted(set().union(*rows))
+    lines = []
+    for filled in rows:
+        cells = [filled.get(column, "") for column in columns]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(header_rows, f"|{' --- |' * len(columns)}")
+    return "\n".join(lines)
 
 
-def _least_columns(text: str, delimiter: str) -> int:
-    first_rows = islice(_rows(text, delimiter), _GLANCE)
-    return min(map(len, first_rows), default=0)
+def sheet_markdown(rows: Iterable[Row]) -> str:
+    """A sheet as Markdown: its tables, each under its header, and its captions as paragraphs.
+
+    A caption is a row of one cell above a table. Blank rows divide tables only where the rows behind them have a header.
+    A header has several rows, all above the ruler, where a cell in it stands over several columns.
+    """
+    blocks = [list(block) for is_filled, block in groupby(rows, key=lambda row: bool(row.cells)) if is_filled]
+    texts: list[str] = []
+    table: list[Row] = []
+    for block in _with_their_captions(blocks):
+        captions = _captions(block)
+        body = block[captions:]
+        if not table or _is_new_table(body, table):
+            texts += _table_text(table)
+            texts += [next(iter(row.cells.values())) for row in block[:captions]]
+            table = body
+        else:
+            table += block
+    return "\n\n".join([*texts, *_table_text(table)])
 
 
-def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
-    lines = io.StringIO(text, newline="")
-    return filter(any, csv.reader(lines, delimiter=delimiter))
+def _with_their_captions(blocks: Sequence[list[Row]]) -> Iterator[list[Row]]:
+    """Blocks of rows without blank rows between them; one that holds captions alone joins the next."""
+    captions: list[Row] = []
+    for block in blocks:
+        captions += block
+        if any(len(row.cells) > 1 for row in block):
+            yield captions
+            captions = []
+    if captions:
+        yield captions
+
+
+def _captions(block: Sequence[Row]) -> int:
+    """The number of rows above a table that have one cell."""
+    return next((number for number, row in enumerate(block) if len(row.cells) > 1), 0)
+
+
+def _is_new_table(block: Sequence[Row], table: Sequence[Row]) -> bool:
+    """Whether rows behind a blank row have a header of their own: words over numbers, or columns that the table lacks."""
+    header, *others = block
+    if len(header.cells) < 2 or not others:
+        return False
+    if not header.cells.keys() <= set().union(*(row.cells for row in table)):
+        return True
+    is_worded = not any(map(_NUMBER.fullmatch, header.cells.values()))
+    return is_worded and any(_NUMBER.fullmatch(cell) for row in others for cell in row.cells.values())
+
+
+def _table_text(rows: Sequence[Row]) -> list[str]:
+    if not rows:
+        return []
+    header_rows = 1
+    while header_rows < min(len(rows), _MOST_HEADER_ROWS) and rows[header_rows - 1].spans:
+        header_rows += 1
+    return [_table([row.cells for row in rows], header_rows)]

@@ -1,0 +1,232 @@
+"""CSV and TSV as Markdown tables, whatever divides their columns."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from blend_retrieval.decoding import decode
+from blend_retrieval.document import enumerated
+from blend_retrieval.readers.base import Fault, Part, Parts, notes
+from blend_retrieval.readers.tables import Row, filled_cells, sheet_markdown, table_cell
+
+_DELIMITERS = ",;\t|"
+_GLANCE = 2000  # rows by which the delimiter is chosen
+_LONGEST_CELL = 1 << 24
+_LONGEST_RECORD = 1000  # lines
+_DELIMITER_LINE = re.compile(r'"?sep=(.)"?[ \t]*(?:\r\n|\r|\n|\Z)', re.IGNORECASE)
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_PROSE_SIGNS = ",;"  # with a blank behind them
+_NUMBER = re.compile(r"[^\d,;|\t]*[\d.,'\s]*\d[^\d,;|\t]*")
+_DECIMAL = re.compile(r"\s*-?\d+,\d+\s*")
+_REGULAR_SHARE = 0.9  # of rows, from which shorter ones on top are captions
+
+
+class _Record(NamedTuple):
+    """A row of the file. is_quoted: whether it has cells in quotation marks, which may hold any sign."""
+
+    cells: list[str]
+    is_quoted: bool
+
+    def is_blank(self) -> bool:
+        return not any(cell.strip() for cell in self.cells)
+
+
+def read_csv(data: bytes, title: str) -> Parts:
+    """Read tables with the delimiter that divides their rows into the same columns. Values stay as they are written."""
+    return _read(data, title, _DELIMITERS)
+
+
+def read_tsv(data: bytes, title: str) -> Parts:
+    """Read tables divided by tabs, or by another sign if the file has no tab."""
+    has_tabs = b"\t" in data
+    return _read(data, title, "\t" if has_tabs else _DELIMITERS)
+
+
+def _read(data: bytes, title: str, delimiters: str) -> Parts:
+    text, note = decode(data)
+    csv.field_size_limit(_LONGEST_CELL)
+    start = 0
+    if told := _DELIMITER_LINE.match(text):
+        delimiters, start = told[1], told.end()
+    delimiter = delimiters if len(delimiters) == 1 else _delimiter(text, start, delimiters)
+    records = list(_records(text, start, delimiter))
+    captions = _captions(records)
+    table = Part("", title, sheet_markdown(_rows(records, captions, delimiter)), "markdown")
+    return [table, *_long_rows(records, captions), *notes(note)]
+
+
+def _long_rows(records: Sequence[_Record], captions: int) -> list[Fault]:
+    """A note on rows that have more cells than the header above them."""
+    places = []
+    width = 0
+    for number, record in enumerate(records[captions:], captions + 1):
+        cells = len(record.cells) if any(record.cells[width:]) else 0
+        if record.is_blank():
+            width = 0
+        elif width < 2:
+            width = max(width, cells)
+        elif cells > width:
+            places.append(f"row {number}")
+    return [Fault(enumerated(places), "has more cells than the header: its columns may be wrong", 0)] if places else []
+
+
+def _rows(records: Sequence[_Record], captions: int, delimiter: str) -> Iterator[Row]:
+    """The rows of a sheet. Shorter rows above regular ones are captions, in one cell."""
+    for number, record in enumerate(records):
+        if number < captions:
+            text = f"{delimiter} ".join(cell.strip() for cell in record.cells).strip(f"{delimiter} ")
+            yield Row({0: table_cell(text)} if text else {})
+        else:
+            yield Row(filled_cells(record.cells))
+
+
+def _captions(records: Sequence[_Record]) -> int:
+    counts = [0 if record.is_blank() else len(record.cells) for record in records]
+    width = _width(counts)
+    first = next((number for number, count in enumerate(counts) if count >= width), 0)
+    rows = [count for count in counts[first:] if count]
+    is_regular = len(rows) > 1 and rows.count(width) >= _REGULAR_SHARE * len(rows)
+    return first if is_regular else 0
+
+
+def _width(counts: Sequence[int]) -> int:
+    """The number of columns that most rows have, the larger one of two."""
+    numbers = Counter(filter(None, counts))
+    return max(numbers, key=lambda count: (numbers[count], count), default=0)
+
+
+def _delimiter(text: str, start: int, delimiters: str) -> str:
+    """The delimiter that divides the first rows best; a NUL, which no text has, if none does."""
+    scores = {}
+    for delimiter in delimiters:
+        records = [record for record in islice(_records(text, start, delimiter), _GLANCE) if not record.is_blank()]
+        scores[delimiter] = _score(records, delimiter)
+    best = max(scores, key=lambda delimiter: scores[delimiter])
+    return best if scores[best] > (0, 0) else "\0"
+
+
+def _score(records: Sequence[_Record], delimiter: str) -> tuple[float, int]:
+    """(share of rows with the same columns times share of cells that no other delimiter would divide, columns)."""
+    counts = [len(record.cells) for record in records]
+    table = _without_single_cells(counts)
+    width = _width(table)
+    if width < 2 or (len(table) < 2 and len(records) > 1):
+        return 0, 0
+    if delimiter == "," and len(table) < len(counts) and all(_is_decimal(record) for record in records):
+        return 0, 0
+    cells = [cell for record in records if not record.is_quoted for cell in record.cells]
+    torn = sum(_is_torn(cell, delimiter) for cell in cells)
+    regular = table.count(width) / len(table)
+    return regular * (1 - torn / max(len(cells), 1)), width
+
+
+def _without_single_cells(counts: Sequence[int]) -> Sequence[int]:
+    """The rows between captions and remarks of one cell."""
+    divided = [number for number, count in enumerate(counts) if count > 1]
+    return counts[divided[0] : divided[-1] + 1] if divided else []
+
+
+def _is_decimal(record: _Record) -> bool:
+    return len(record.cells) < 2 or _DECIMAL.fullmatch(",".join(record.cells)) is not None
+
+
+def _is_torn(cell: str, delimiter: str) -> bool:
+    """Whether a cell holds another delimiter that is no sign of prose, of a decimal or of thousands."""
+    for sign in _DELIMITERS:
+        if sign == delimiter or sign not in cell:
+            continue
+        if sign in _PROSE_SIGNS and not re.search(rf"{sign}\S", cell):
+            continue
+        if not (sign == "," and _NUMBER.fullmatch(cell)):
+            return True
+    return False
+
+
+def _records(text: str, start: int, delimiter: str) -> Iterator[_Record]:
+    """The records of the file. Quotation marks that do not enclose a cell are signs like others."""
+    place = start
+    while place < len(text):
+        match = _LINE.match(text, place)
+        line = match[0] if match else ""
+        place += len(line)
+        plain = line.rstrip("\r\n")
+        if '"' not in plain:
+            yield _Record(plain.split(delimiter), False)
+            continue
+        quoted = _quoted(text, place, line, delimiter)
+        if quoted is None:
+            yield _Record(plain.split(delimiter), False)
+        else:
+            cells, place = quoted
+            yield _Record(cells, True)
+
+
+def _quoted(text: str, place: int, line: str, delimiter: str) -> tuple[list[str], int] | None:
+    """(the cells of a record that begins with a line, where the next begins), or None if no cell in it is enclosed rightly.
+
+    place: behind the line.
+    """
+    dialects = (_Doubled, _Escaped) if delimiter != "\t" else (_BetweenTabs,)
+    for dialect in dialects:
+        lines = _Lines(text, place, line)
+        try:
+            cells = next(csv.reader(lines, dialect, delimiter=delimiter))
+        except (csv.Error, StopIteration):
+            continue
+        if delimiter != "\t" or _is_enclosed_between_tabs(cells, line.rstrip("\r\n")):
+            return cells, lines.place
+    return None
+
+
+class _Doubled(csv.excel):
+    strict = True
+    skipinitialspace = True
+
+
+class _Escaped(_Doubled):
+    doublequote = False
+    escapechar = "\\"
+
+
+class _BetweenTabs(csv.excel_tab):
+    strict = True
+
+
+class _Lines:
+    """The lines of a record, of which the first is known. place: behind those that were read."""
+
+    def __init__(self, text: str, place: int, line: str) -> None:
+        self._text = text
+        self._line = line
+        self._count = 0
+        self.place = place
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        self._count += 1
+        if self._count == 1:
+            return self._line
+        match = _LINE.match(self._text, self.place)
+        if match is None or not match[0] or self._count > _LONGEST_RECORD:
+            raise StopIteration
+        self.place = match.end()
+        return match[0]
+
+
+def _is_enclosed_between_tabs(cells: Sequence[str], line: str) -> bool:
+    """Whether quotation marks enclose cells, which few programs write into files with tabs.
+
+    They do if they enclose every cell, or one of several lines, or with marks in it that are doubled.
+    """
+    if any("\n" in cell or "\r" in cell for cell in cells):
+        return not any("\t" in cell for cell in cells)
+    written = [cell for cell in line.split("\t") if cell]
+    are_all = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in written)
+    return are_all or len(written) > len(cells) or any(cell[0] == '"' and '""' in cell[1:-1] for cell in written)

@@ -1,0 +1,79 @@
+"""Packages of Open XML: XML files in a zip archive, and the relations that lead from one to the next."""
+
+from __future__ import annotations
+
+import posixpath
+from types import TracebackType
+from typing import IO, NamedTuple
+from xml.etree import ElementTree as ET
+
+from blend_retrieval.readers.base import UnreadableError
+from blend_retrieval.readers.zipped import opened_zip
+
+
+class Relation(NamedTuple):
+    """A relation of one part to another: the last word of its type, the other's path, and its id."""
+
+    kind: str
+    target: str
+    number: str
+
+
+class Package:
+    """An open package. Names of parts are compared without case, as Office does.
+
+    Raises `UnreadableError` if the bytes are no zip archive, or one that unpacks to too much.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._archive = opened_zip(data)
+        self._names = {name.replace("\\", "/").lower(): name for name in self._archive.namelist()}
+
+    def __enter__(self) -> Package:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._archive.close()
+
+    def open(self, path: str) -> IO[bytes]:
+        """A part's bytes. Raises `KeyError` if there is no such part."""
+        return self._archive.open(self._names[path.lower()])
+
+    def xml(self, path: str) -> ET.Element:
+        """The root of a part. Raises `UnreadableError` if it is missing or no XML."""
+        try:
+            with self.open(path) as stream:
+                return ET.parse(stream).getroot()
+        except (KeyError, ET.ParseError):
+            raise UnreadableError(f"is damaged: {path} is missing or no XML") from None
+
+    def relations(self, path: str) -> dict[str, Relation]:
+        """The relations of a part, by their ids. "" is the package."""
+        folder, name = posixpath.split(path)
+        list_path = posixpath.join(folder, "_rels", f"{name}.rels")
+        if list_path.lower() not in self._names:
+            return {}
+        relations = {}
+        for element in self.xml(list_path):
+            if element.get("TargetMode") != "External":
+                kind = element.get("Type", "").rpartition("/")[2]
+                target = posixpath.normpath(posixpath.join("/", folder, element.get("Target", ""))).lstrip("/")
+                number = element.get("Id", "")
+                relations[number] = Relation(kind, target, number)
+        return relations
+
+    def main_part(self, kind: str) -> str | None:
+        """The part that holds the document, or None."""
+        return next((relation.target for relation in self.relations("").values() if relation.kind == kind), None)
+
+
+def local_name(element: ET.Element) -> str:
+    """An element's name without its namespace."""
+    return element.tag.rpartition("}")[2]
+
+
+def text_within(element: ET.Element, name: str) -> str:
+    """The texts of all elements of a name within another, one after the other."""
+    return "".join(inner.text or "" for inner in element.iter() if local_name(inner) == name)

@@ -1,0 +1,149 @@
+"""Sheets of workbooks as Markdown: merged cells, captions, notes. The readers of .xlsx and .ods files fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from blend_retrieval.document import enumerated
+from blend_retrieval.readers.base import Fault, Part, Parts
+from blend_retrieval.readers.tables import Row, sheet_markdown, table_cell
+
+MOST_CELLS = 2_000_000  # of a workbook
+_LETTERS = 26
+_PAGE_WORDS = 2
+
+
+class Area(NamedTuple):
+    """Cells from one corner to the other, both included. Rows and columns count from 0."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+
+class TooManyCells(Exception):  # noqa: N818
+    """A workbook has more cells than are read."""
+
+
+@dataclass
+class Sheet:
+    """A sheet that a reader fills cell by cell.
+
+    Attributes:
+        name: the sheet's.
+        rows: texts of cells, by row and column. Both count from 0.
+        merged: areas whose first cell stands for all of them.
+        texts: what stands outside the cells: texts in boxes, headers and footers.
+        places: cells, rows and columns to name, by the reason, as in "B2" or "column B".
+        lost: reasons for which a value is lost.
+    """
+
+    name: str
+    rows: dict[int, dict[int, str]] = field(default_factory=dict)
+    merged: list[Area] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+    def name_place(self, reason: str, place: str, *, is_lost: bool = False) -> None:
+        """Name a place of the sheet, such as "B2", with what is to say about it."""
+        self.places.setdefault(reason, []).append(place)
+        if is_lost:
+            self.lost.add(reason)
+
+    def faults(self) -> Iterator[Fault]:
+        """What was not read, and notes: one for each reason."""
+        for reason, places in self.places.items():
+            lost = len(places) if reason in self.lost else 0
+            yield Fault(f"sheet {self.name}: {enumerated(places)}", reason, lost)
+
+    def markdown(self) -> str:
+        """The sheet as a section, or "" if it is blank."""
+        body = sheet_markdown(self._filled_rows())
+        texts = [" ".join(text.split()) for text in self.texts]
+        content = "\n\n".join(filter(None, [body, *texts]))
+        return f"# {table_cell(self.name)}\n\n{content}" if content else ""
+
+    def _filled_rows(self) -> Iterator[Row]:
+        """The rows, a merged cell's text in each row and column that it covers and that has other cells."""
+        rows = {number: _filled(cells) for number, cells in sorted(self.rows.items())}
+        rows = {number: cells for number, cells in rows.items() if cells}
+        columns = sorted(set().union(*rows.values()))
+        alone = {number for number, cells in rows.items() if len(cells) == 1}
+        spanning: set[int] = set()
+        for area in self.merged:
+            text = rows.get(area.top, {}).get(area.left)
+            if text is None:
+                continue
+            covered = [column for column in columns if area.left <= column <= area.right]
+            if len(covered) > 1:
+                if area.top in alone and area.left == columns[0]:
+                    covered = covered[:1]  # a title or a remark
+                else:
+                    spanning.add(area.top)
+            for number in _rows_within(rows, area):
+                for column in covered:
+                    rows[number].setdefault(column, text)
+        before = -1
+        for number, cells in rows.items():
+            if number > before + 1:
+                yield Row({})
+            yield Row(dict(sorted(cells.items())), number in spanning)
+            before = number
+
+
+def _filled(cells: dict[int, str]) -> dict[int, str]:
+    texts = {column: table_cell(text) for column, text in cells.items()}
+    return {column: text for column, text in texts.items() if text}
+
+
+def _rows_within(rows: dict[int, dict[int, str]], area: Area) -> Iterable[int]:
+    numbers = range(area.top, area.bottom + 1)
+    if len(numbers) < len(rows):
+        return [number for number in numbers if number in rows]
+    return [number for number in rows if number in numbers]
+
+
+def workbook_parts(title: str, sheets: Iterable[Sheet], faults: Iterable[Fault]) -> Parts:
+    """One document with a section for each sheet that is not blank, and what was not read."""
+    sections = []
+    noted: list[Fault] = []
+    for sheet in sheets:
+        sections.append(sheet.markdown())
+        noted += sheet.faults()
+    workbook = Part("", title, "\n\n".join(filter(None, sections)), "markdown")
+    return [workbook, *faults, *noted]
+
+
+def column_letters(column: int) -> str:
+    """The name of a column that counts from 0, such as "AB"."""
+    letters = ""
+    number = column + 1
+    while number:
+        number, letter = divmod(number - 1, _LETTERS)
+        letters = chr(ord("A") + letter) + letters
+    return letters
+
+
+def cell_name(row: int, column: int) -> str:
+    """The name of a cell whose row and column count from 0, such as "B2"."""
+    return f"{column_letters(column)}{row + 1}"
+
+
+def with_note(text: str, note: str) -> str:
+    """A cell's text with the note that is pinned to it."""
+    words = " ".join(note.split())
+    return f"{text} (note: {words})".lstrip() if words else text
+
+
+def header_words(words: str, is_numbered: bool) -> str:
+    """The words of a page's header or footer, "" if they say nothing but the page, such as "Page ... of ...".
+
+    is_numbered: whether the number of the page stands among them.
+    """
+    texts = words.split()
+    says_more = any(letter.isalpha() for letter in words) and not (is_numbered and len(texts) <= _PAGE_WORDS)
+    return " ".join(texts) if says_more else ""
