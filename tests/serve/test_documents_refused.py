@@ -140,6 +140,18 @@ def test_what_fails_in_the_background_is_told_without_its_place(
     assert (held.state, held.reason) == ("failed", CORPUS_FAILS)
 
 
+def test_a_document_that_a_bug_has_failed_may_be_tried_again(
+    documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(CorpusUpdater, "apply", Mock(side_effect=ZeroDivisionError("a bug")))
+        documents.add([page("mill", 2)])
+        until(lambda: states(documents) == {"mill.md": "failed"})
+    documents.retry("mill.md")
+    assert documents.wait(LAST_S)
+    assert states(documents) == {"mill.md": "ready"}
+
+
 SLOW = UploadedFile("slow.html", b"<p>a <b>word</b></p>\n" * 600_000)
 
 

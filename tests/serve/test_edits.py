@@ -55,6 +55,18 @@ def changed(edit: Edit) -> list[tuple[str, str]]:
     return [(old[hunk.old], new[hunk.new]) for hunk in edit.hunks(SPELL)]
 
 
+def test_the_size_of_an_edit_counts_what_stands_in_front_of_moved_rows_alone() -> None:
+    """Tokens that one prompt has and the other lacks, for each moved row, between the moved texts too."""
+    first, second = ids(TEXT[:600]), ids(TEXT[700:])
+    places = (Place(first, PlaceOrigin.NEW), Place(ids("inserted\n"), PlaceOrigin.TEXT), Place(second, PlaceOrigin.NEW))
+    layout = PromptLayout(ids("At 10:02\n"), places, ids("another question?"))
+    edit = edit_of(layout, ids("At 10:01\n" + TEXT[:600] + "removed, longer\n" + TEXT[700:] + "?"))
+    assert edit is not None
+    assert [*edit.moving] == [0, 2]
+    changed_digit, inserted, removed = 1, 9, 1 + 16
+    assert edit.edited == pytest.approx((changed_digit + inserted + removed) / len(first + second), rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [

@@ -179,6 +179,17 @@ def test_a_prompt_beyond_the_context_is_refused_uncut(served: Served, slow_token
     assert sum(slow_tokens) < 100_000
 
 
+def test_a_prompt_that_just_fits_is_not_refused_for_how_it_is_counted(served: Served) -> None:
+    """It has more characters than the context has tokens, so its tokens are counted, in several pieces."""
+    tokenizer = served.rag.decoder.tokenizer
+    words = " ".join(TOWNS[:30_000].split())
+    fitting = tokenizer.encode(words, add_special_tokens=False)[: 4096 - 60]
+    text = tokenizer.decode(fitting)
+    assert len(text) > 2 * 4096
+    reply = served.ask(messages=[{"role": "user", "content": text}], max_tokens=1, kvblend={"method": "full"})
+    assert reply.status_code == 200, reply.text
+
+
 def test_a_deadline_ends_the_cutting_of_documents(served: Served, slow_tokens: list[int]) -> None:
     documents = [{"text": f"windmill {TOWNS[at : at + 100]}"} for at in range(0, 6000, 100)]
     refused = served.ask(documents=documents, kvblend={"deadline_s": 0.5})

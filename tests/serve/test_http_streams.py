@@ -84,6 +84,14 @@ def test_log_probabilities_are_the_same_streamed_and_whole(http: httpx.Client) -
         assert (likeliest["logprob"], likeliest["token"]) == (token["logprob"], token["token"])
 
 
+def test_likely_tokens_of_a_continued_text_are_told_by_their_texts(http: httpx.Client) -> None:
+    asked = {"prompt": "The harbour", "max_tokens": 3, "logprobs": 2}
+    told = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    assert len(told["top_logprobs"]) == 3
+    for token, logprob, likely in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        assert likely[token] == logprob == max(likely.values()), "greedy"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_leaves_is_answered_no_further(served: Served, stream: bool) -> None:
     with begun_answer(served) if stream else long_answer(served, stream=False):
