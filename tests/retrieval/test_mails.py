@@ -59,6 +59,7 @@ def test_the_version_that_says_more(plain, text, is_first):
     assert mail_text(multipart("alternative", *versions)) == text
 
 
+NAMED = part(f"{HTML}; name=body.html", "<p>The gate code is <b>4417</b>.</p>", "Content-Disposition: inline")
 PICTURE = part(
     "image/png", "iVBORw0KGgo=", "Content-Transfer-Encoding: base64", "Content-Disposition: inline; filename=p.png"
 )
@@ -72,6 +73,8 @@ PICTURE = part(
         multipart("alternative", part(PLAIN, ""), multipart("related", CODE, PICTURE)),
         multipart("mixed", multipart("alternative", part(PLAIN, ""), multipart("mixed", CODE, PICTURE))),
         multipart("mixed", PICTURE, CODE),
+        multipart("alternative", part(PLAIN, ""), multipart("related", NAMED, PICTURE)),
+        multipart("related", NAMED, PICTURE),
         multipart("mixed", PICTURE, part("application/xhtml+xml", "<p>The gate code is <b>4417</b>.</p>")),
         multipart("signed", multipart("mixed", CODE, PICTURE)),
         multipart("made-up", CODE, PICTURE),

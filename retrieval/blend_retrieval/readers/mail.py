@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mimetypes
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from email import message_from_bytes, policy
 from email.message import EmailMessage, MIMEPart
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast
 
+from blend_retrieval.decoding import DecodingError, decode
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.mail_text import PartText, attached_text, fuller_text, is_text_of_the_mail, part_text
 
@@ -42,7 +44,7 @@ def read_eml(data: bytes, title: str) -> Parts:
 
 def _mail(mail: MIMEPart, title: str) -> Parts:
     headers = [f"{name}: {value}" for name in _HEADERS if (value := _header(mail, name))]
-    content = _content(mail)
+    content = _content(mail, is_body=True)
     text = "\n\n".join(part.text.strip("\r\n") for part in content.texts if part.text.strip())
     whole = "\n".join([*headers, "", text])
     letter = Part("", _header(mail, "Subject") or title, whole, "plain")
@@ -56,11 +58,17 @@ def _mail(mail: MIMEPart, title: str) -> Parts:
 
 def _header(mail: MIMEPart, name: str) -> str:
     """A header's value, of all headers of this name. One that cannot be parsed comes as it is."""
-    try:
-        values = [str(value) for value in mail.get_all(name, [])]
-    except Exception:  # the parser of headers raises any error
-        values = [str(value) for key, value in mail.raw_items() if key.lower() == name.lower()]
+    values = [_value(name, str(value)) for key, value in mail.raw_items() if key.lower() == name.lower()]
     return ", ".join(" ".join(value.split()) for value in values if value.strip())
+
+
+def _value(name: str, source: str) -> str:
+    with suppress(UnicodeError, DecodingError):  # bytes outside ASCII, which no standard allows
+        source = decode(source.encode("ascii", "surrogateescape")).text
+    try:
+        return str(policy.default.header_factory(name, source))
+    except Exception:  # the parser of headers raises any error
+        return source
 
 
 def _free_name(name: str, names: set[str]) -> str:
@@ -74,8 +82,11 @@ def _free_name(name: str, names: set[str]) -> str:
     return name
 
 
-def _content(part: MIMEPart) -> _Content:
-    """The texts, attachments and faults of a part and all parts in it."""
+def _content(part: MIMEPart, *, is_body: bool = False) -> _Content:
+    """The texts, attachments and faults of a part and all parts in it.
+
+    is_body: whether a text in this place is that of the mail even if it has a file name.
+    """
     kind = part.get_content_type()
     children = _children(part)
     if kind == "multipart/encrypted":
@@ -85,10 +96,11 @@ def _content(part: MIMEPart) -> _Content:
     if kind == "multipart/alternative" and children:
         return _alternatives(children)
     if children:
-        return _together(map(_content, children))
+        holds_body = is_body and kind == "multipart/related"
+        return _together(_content(child, is_body=holds_body) for child in children)
     if kind in _REPORTS:
         return _Content([PartText(_report(part), is_plain=True)], [], [])
-    if not is_text_of_the_mail(part):
+    if not is_text_of_the_mail(part, is_body=is_body):
         return _Content([], [part], [])
     if fault := _unknown_encoding(part):
         return _Content([], [], [Fault("text", fault)])
@@ -112,7 +124,7 @@ def _together(contents: Iterable[_Content]) -> _Content:
 
 def _alternatives(children: list[MIMEPart]) -> _Content:
     """One text of several that should say the same, and the events and attachments of all."""
-    contents = [_content(child) for child in children]
+    contents = [_content(child, is_body=True) for child in children]
     whole = _together(contents)
     events = [text for text in whole.texts if text.is_event]
     versions = []

@@ -31,16 +31,19 @@ class PartText(NamedTuple):
     is_event: bool = False
 
 
-def is_text_of_the_mail(part: MIMEPart) -> bool:
-    """Whether a part belongs to the text that a reader of the mail sees, and is no file in it."""
-    if part.get_content_maintype() == "multipart":  # without its boundary
-        return True
-    if part.get_content_type() == _XHTML:
-        return not part.is_attachment() and not part.get_filename()
-    if part.get_content_maintype() != "text" or part.is_attachment():
-        return False
+def is_text_of_the_mail(part: MIMEPart, *, is_body: bool = False) -> bool:
+    """Whether a part belongs to the text that a reader of the mail sees, and is no file in it.
+
+    is_body: whether a text in this place is that of the mail even if it has a file name.
+    """
+    kind = part.get_content_maintype()
     subtype = part.get_content_subtype()
-    return subtype == "calendar" or (not part.get_filename() and subtype not in _FILES)
+    if kind == "multipart":  # without its boundary
+        return True
+    if part.is_attachment() or (kind != "text" and part.get_content_type() != _XHTML):
+        return False
+    is_file = bool(part.get_filename()) and not is_body
+    return subtype == "calendar" or (not is_file and subtype not in _FILES)
 
 
 def part_text(part: MIMEPart) -> tuple[PartText, list[Fault]]:
