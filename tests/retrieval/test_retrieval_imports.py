@@ -7,7 +7,7 @@ import blend_retrieval
 ROOT = Path(blend_retrieval.__file__).resolve().parent
 HEAVY = {
     "torch", "transformers", "faiss", "sentence_transformers", "numpy",
-    "selectolax", "html_to_markdown", "docutils", "pypdfium2", "mammoth", "pptx", "openpyxl", "chardet", "yaml",
+    "selectolax", "html_to_markdown", "docutils", "pypdfium2", "mammoth", "pptx", "openpyxl", "arro3", "chardet", "yaml",
     "markdown_it", "semantic_text_splitter", "filelock", "blend", "blend_kernels",
 }  # fmt: skip
 

@@ -261,27 +261,27 @@ def _fraction(tokens: Sequence[Token], slash: int, value: Decimal) -> str | None
         numerator, denominator = _nearest(part, 10**denominator_size - 1)
     if has_whole and numerator == denominator:
         whole, numerator = whole + 1, 0
-    rest = after[max(denominator_size, len(written)) :]
+    behind = after[max(denominator_size, len(written)) :]
     around = "".join(token.text for token in whole_part)
     parts = [_whole(whole_part, whole, numerator) if has_whole else around]
     if numerator or not has_whole:
         parts.append(f"{numerator}/{denominator}")
-    return "".join([*parts, *(token.text for token in rest)])
+    return "".join([*parts, *(token.text for token in behind)])
 
 
 def _nearest(part: Fraction, most: int) -> tuple[int, int]:
     """(numerator, denominator) of the last convergent with a denominator up to `most`, which spreadsheets show."""
     before, last = (0, 1), (1, 0)
-    rest = part
+    remainder = part
     while True:
-        quotient = int(rest)
+        quotient = int(remainder)
         following = quotient * last[0] + before[0], quotient * last[1] + before[1]
         if following[1] > most:
             return last
         before, last = last, following
-        if rest == quotient:
+        if remainder == quotient:
             return last
-        rest = 1 / (rest - quotient)
+        remainder = 1 / (remainder - quotient)
 
 
 def _leading(tokens: Iterator[Token] | Sequence[Token], kind: str) -> int:
@@ -386,8 +386,8 @@ class _Places:
     def _power_digits(self, power: int) -> dict[int, str]:
         texts = _Places([self._tokens[place] for place in self._powers]).filled(Decimal(abs(power)))
         sign = "-" if power < 0 else "+" if self._tokens[self._exponent].text.endswith("+") else ""
-        first, *others = self._powers
-        return {self._exponent: f"E{sign}", first: texts or "0", **dict.fromkeys(others, "")}
+        first, *following = self._powers
+        return {self._exponent: f"E{sign}", first: texts or "0", **dict.fromkeys(following, "")}
 
 
 def _blank(code: str) -> str:

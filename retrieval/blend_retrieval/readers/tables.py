@@ -88,13 +88,13 @@ def _captions(block: Sequence[Row]) -> int:
 
 def _is_new_table(block: Sequence[Row], table: Sequence[Row]) -> bool:
     """Whether rows behind a blank row have a header of their own: words over numbers, or columns that the table lacks."""
-    header, *others = block
-    if len(header.cells) < 2 or not others:
+    header, *body = block
+    if len(header.cells) < 2 or not body:
         return False
     if not header.cells.keys() <= set().union(*(row.cells for row in table)):
         return True
     is_worded = not any(map(_NUMBER.fullmatch, header.cells.values()))
-    return is_worded and any(_NUMBER.fullmatch(cell) for row in others for cell in row.cells.values())
+    return is_worded and any(_NUMBER.fullmatch(cell) for row in body for cell in row.cells.values())
 
 
 def _table_text(rows: Sequence[Row]) -> list[str]:

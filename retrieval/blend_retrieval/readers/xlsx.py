@@ -192,8 +192,8 @@ class _SheetReader:
     def _read_merged(self, reference: str) -> None:
         first, _, last = reference.partition(":")
         corner = _place(first)
-        other = _place(last or first)
-        self._sheet.merged.append(Area(corner.row, corner.column, other.row, other.column))
+        end = _place(last or first)
+        self._sheet.merged.append(Area(corner.row, corner.column, end.row, end.column))
 
     def _read_row(self, element: ET.Element, following: int) -> int:
         """Read a row's cells. following: its number if it names none. Returns its number."""
