@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ANSWER_KEEPS = "\n\t"
 STDOUT = Path("-")  # in place of a file
+_LONGEST_FILE = 64 << 20  # bytes; a device never ends
 
 
 class _Console(Console):
@@ -59,7 +60,11 @@ def _resume_notes() -> None:
 def read_text(path: Path, failure: type[BlendError]) -> str:
     """The text of a user's file, with a note if its encoding was detected. Raises `failure`, in one line."""
     try:
-        text, how = decode(path.read_bytes())
+        with path.open("rb") as file:
+            content = file.read(_LONGEST_FILE + 1)
+        if len(content) > _LONGEST_FILE:
+            raise failure(f"{path} has more than {_LONGEST_FILE >> 20} MB; name a text file, or divide it")
+        text, how = decode(content)
     except OSError as error:
         raise failure(f"{path} cannot be read ({error.strerror}); name a text file") from None
     except DecodingError as error:

@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from blend_process import one_line, record
 from places import PYTHONPATH
 
 from blend.cli.questions import read_questions
+from blend.errors import DatasetError
 
 ODD = os.fsdecode(b"caf\xe9 \xff")
 
@@ -37,6 +39,11 @@ class Endless(io.StringIO):
 def test_a_question_that_never_ends(filled, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Endless())
     assert "more than 1,000,000 characters" in filled.here("answer", "-").refused(2)
+
+
+def test_questions_that_never_end(tmp_path):
+    with pytest.raises(DatasetError, match="/dev/zero has more than 64 MB; name a text file, or divide it"):
+        read_questions(Path("/dev/zero"))
 
 
 def test_utf8_in_a_locale_that_is_not():
