@@ -44,7 +44,7 @@ def xlsx(sheet, strings="", styles="", strict=False, kind="worksheet", more=None
 
 def ods_content(tables, styles=""):
     """The content of an OpenDocument spreadsheet with these tables."""
-    names = ("office", "table", "text", "style", "draw", "fo")
+    names = ("office", "table", "text", "style", "draw", "form")
     declared = " ".join(f'xmlns:{name}="{_ODF}:{name}:1.0"' for name in names)
     return (
         f"<office:document {declared}><office:automatic-styles>{styles}</office:automatic-styles>"

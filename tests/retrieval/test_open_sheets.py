@@ -90,6 +90,10 @@ def test_values_that_a_program_stored_without_a_text(attributes, shown):
 
 def test_what_is_hidden_or_lies_on_the_cells_is_named():
     note = "<office:annotation><text:p>37 from May</text:p></office:annotation>"
+    fields = (
+        '<form:checkbox form:label="Paid" form:current-state="checked"/><form:checkbox form:label="Moored"/>'
+        '<form:radio form:label="By card" form:current-selected="true"/><form:button form:label="Send"/>'
+    )
     box = "<draw:custom-shape><text:p>Net prices</text:p></draw:custom-shape>"
     picture = "<draw:frame draw:name='Map'><draw:image/></draw:frame>"
     tables = table(
@@ -98,11 +102,11 @@ def test_what_is_hidden_or_lies_on_the_cells_is_named():
         row(cell("A"), cell("1"), cell("31", notes=note)),
         row(cell("B"), cell("2"), cell("", 'office:value="5"', "<text:p/>"), attributes='table:visibility="filter"'),
         row(cell("C"), cell("3"), cell("", 'table:formula="of:=[.A1]*2"')),
-        f"<table:shapes>{box}{picture}</table:shapes>",
+        f"<table:shapes>{box}{picture}</table:shapes><office:forms>{fields}</office:forms>",
     )
     text, named = read(tables)
     assert grid(text)[1:] == [["A", "1", "31 (note: 37 from May)"], ["B", "2", ""], ["C", "3", "=[.A1]*2"]]
-    assert text.endswith("\n\nNet prices")
+    assert text.split("\n\n")[2:] == ["Net prices", "[x] Paid", "[ ] Moored", "[x] By card", "Send"]
     assert named == {
         "sheet Fees: row 3, column B": "is hidden, but read",
         "sheet Fees: C3": "is hidden by its number format",

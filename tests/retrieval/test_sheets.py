@@ -177,6 +177,48 @@ def test_what_lies_on_the_cells_is_read_or_named():
     }
 
 
+def test_form_fields_and_diagrams():
+    def field(kind, label, state=""):
+        box = f"<v:textbox><div>{label}</div></v:textbox>"
+        return f"<v:shape>{box}<x:ClientData ObjectType='{kind}'>{state}</x:ClientData></v:shape>"
+
+    fields = (
+        field("Checkbox", "Paid", "<x:Checked> 1 </x:Checked>")
+        + field("Checkbox", "Moored")
+        + field("Radio", "By card", "<x:Checked>1</x:Checked>")
+        + field("Button", "Send")
+        + field("Note", "a note's frame")
+    )
+    diagram = (
+        "<d><twoCellAnchor><from><col>1</col><row>2</row></from><graphicData uri='a/diagram'/></twoCellAnchor></d>"
+    )
+    data = xlsx(
+        f"<sheetData>{row(1, words('Fee'))}</sheetData>",
+        more={
+            "xl/fields.vml": f"<xml xmlns:v='v' xmlns:x='x'>{fields}</xml>",
+            "xl/notes.vml": "<xml><br></xml>",
+            "xl/drawing.xml": diagram,
+        },
+        sheet_relations={
+            "r1": ("vmlDrawing", "../fields.vml"),
+            "r2": ("vmlDrawing", "../notes.vml"),
+            "r3": ("drawing", "../drawing.xml"),
+            "r4": ("package", "../embeddings/plan.docx"),
+        },
+    )
+    text, named = read(data)
+    assert text.split("\n\n")[2:] == ["[x] Paid", "[ ] Moored", "[x] By card", "Send"]
+    assert named == {
+        "sheet Fees: diagram at B3": "is a diagram, which is not read",
+        "sheet Fees: object plan.docx": "is an embedded file, which is not read",
+    }
+
+
+def test_captions_are_no_headings():
+    text, _ = read(workbook([["# of boats"], ["Pier", "Fee"], ["A", 31]]))
+    assert text.split("\n\n")[1] == r"\# of boats"
+
+
 def test_strings_keep_their_powers_and_leave_out_pronunciations():
     runs = (
         "<si><r><t>10</t></r><r><rPr><vertAlign val='superscript'/></rPr><t>6</t></r><r><t> H</t></r>"

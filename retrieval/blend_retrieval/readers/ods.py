@@ -160,8 +160,11 @@ class _Workbook:
         filled = set().union(*sheet.rows.values()) if sheet.rows else set()
         for column in sorted(_hidden_columns(table, filled)):
             sheet.name_place(_HIDDEN, f"column {column_letters(column)}")
-        for shapes in (child for child in table if local_name(child) == "shapes"):
-            self._read_shapes(sheet, shapes)
+        for child in table:
+            if local_name(child) == "shapes":
+                self._read_shapes(sheet, child)
+            elif local_name(child) == "forms":
+                sheet.texts += _controls(child)
 
     def _cells_of(self, sheet: Sheet, row_element: ET.Element, row: int) -> dict[int, str]:
         cells: dict[int, str] = {}
@@ -233,6 +236,17 @@ class _Workbook:
                 sheet.name_place("is a chart or another object, which is not read", f"object {name}")
             elif "image" in kinds:
                 sheet.name_place("is a picture, which is not read", f"picture {name}")
+
+
+def _controls(forms: ET.Element) -> Iterator[str]:
+    """The texts of form fields, those that can be ticked after [x] or [ ]."""
+    for control in forms.iter():
+        label = _attribute(control, "label")
+        if local_name(control) in ("checkbox", "radio"):
+            state = _attribute(control, "current-state") or _attribute(control, "current-selected")
+            yield f"{'[x]' if state in ('checked', 'true') else '[ ]'} {label}"
+        elif label:
+            yield label
 
 
 def _rows(table: ET.Element) -> Iterator[ET.Element]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from blend_retrieval.document import enumerated
 from blend_retrieval.readers.base import Fault, Part, Parts
-from blend_retrieval.readers.tables import Row, sheet_markdown, table_cell
+from blend_retrieval.readers.tables import Row, paragraph, sheet_markdown, table_cell
 
 MOST_CELLS = 2_000_000  # of a workbook
 _LETTERS = 26
@@ -63,7 +63,7 @@ class Sheet:
     def markdown(self) -> str:
         """The sheet as a section, or "" if it is blank."""
         body = sheet_markdown(self._filled_rows())
-        texts = [" ".join(text.split()) for text in self.texts]
+        texts = map(paragraph, self.texts)
         content = "\n\n".join(filter(None, [body, *texts]))
         return f"# {table_cell(self.name)}\n\n{content}" if content else ""
 

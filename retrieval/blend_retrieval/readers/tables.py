@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"[^\w]*\d[\d.,:'\s/%-]*[^\d]{0,5}")
+_HEADING = re.compile(r"^(?=#{1,6}(?:\s|$))")
 _MOST_HEADER_ROWS = 3
 
 
@@ -38,6 +39,11 @@ def table_cell(value: str) -> str:
     return " ".join(value.split()).replace("|", "\\|")
 
 
+def paragraph(text: str) -> str:
+    """A text as a paragraph in one line, never a heading."""
+    return _HEADING.sub(r"\\", " ".join(text.split()))
+
+
 def _table(rows: Sequence[dict[int, str]], header_rows: int) -> str:
     columns = sorted(set().union(*rows))
     lines = []
@@ -62,7 +68,7 @@ def sheet_markdown(rows: Iterable[Row]) -> str:
         body = block[captions:]
         if not table or _is_new_table(body, table):
             texts += _table_text(table)
-            texts += [next(iter(row.cells.values())) for row in block[:captions]]
+            texts += [paragraph(next(iter(row.cells.values()))) for row in block[:captions]]
             table = body
         else:
             table += block

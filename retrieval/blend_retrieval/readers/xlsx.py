@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
@@ -26,7 +27,7 @@ from blend_retrieval.readers.sheets import (
     with_note,
     workbook_parts,
 )
-from blend_retrieval.readers.xlsx_drawings import Drawing, notes_at_cells, read_drawing
+from blend_retrieval.readers.xlsx_drawings import Drawing, controls_in, notes_at_cells, read_drawing
 from blend_retrieval.readers.xlsx_styles import Style, plain_string, shared_strings, struck, styles
 
 _REFERENCE = re.compile(r"\$?([A-Z]{1,3})\$?(\d+)")
@@ -40,6 +41,7 @@ _HIDDEN = "is hidden, but read"
 _HIDDEN_BY_FORMAT = "is hidden by its number format"
 _WITHOUT_VALUE = "holds a formula without a stored value: open the file in a spreadsheet program, and save it"
 _RICH_VALUE = "holds a picture or a linked record, which is not read"
+_EMBEDDED = ("oleObject", "package")
 _TRUE = ("1", "true")
 
 
@@ -108,6 +110,12 @@ class _Workbook:
         for relation in relations.values():
             if relation.kind == "drawing":
                 _add_drawing(sheet, read_drawing(self._package, relation.target))
+            elif relation.kind == "vmlDrawing":
+                with suppress(ET.ParseError, KeyError):  # notes alone, as HTML
+                    sheet.texts += controls_in(self._package, relation.target)
+            elif relation.kind in _EMBEDDED:
+                name = relation.target.rpartition("/")[2]
+                sheet.name_place("is an embedded file, which is not read", f"object {name}")
         reader.name_hidden()
 
 
@@ -132,6 +140,8 @@ def _add_drawing(sheet: Sheet, drawing: Drawing) -> None:
     sheet.texts += drawing.texts
     for place in drawing.pictures:
         sheet.name_place("is a picture, which is not read", f"picture at {place}")
+    for place in drawing.diagrams:
+        sheet.name_place("is a diagram, which is not read", f"diagram at {place}")
     for place in drawing.charts:
         sheet.name_place("is a chart: its title is read, its curves are not", f"chart at {place}")
 

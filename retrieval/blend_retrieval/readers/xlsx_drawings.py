@@ -14,11 +14,12 @@ _UNSAID = ("rPh", "phoneticPr")
 
 
 class Drawing(NamedTuple):
-    """The texts of a drawing's boxes and charts' titles, and the cells at which its pictures and charts begin."""
+    """The texts of a drawing's boxes and charts' titles, and the cells at which its pictures, charts and diagrams begin."""
 
     texts: list[str]
     pictures: list[str]
     charts: list[str]
+    diagrams: list[str]
 
 
 def notes_at_cells(package: Package, relations: Mapping[str, Relation]) -> dict[str, str]:
@@ -43,13 +44,15 @@ def _each(root: ET.Element, name: str) -> Iterator[ET.Element]:
 def read_drawing(package: Package, path: str) -> Drawing:
     """Read the drawing of a sheet."""
     relations = package.relations(path)
-    drawing = Drawing([], [], [])
+    drawing = Drawing([], [], [], [])
     for anchor in package.xml(path):
         place = _corner(anchor)
         for body in _each(anchor, "txBody"):
             drawing.texts.append(_paragraphs(body))
         if any(True for _ in _each(anchor, "pic")):
             drawing.pictures.append(place)
+        if any(graphic.get("uri", "").endswith("/diagram") for graphic in _each(anchor, "graphicData")):
+            drawing.diagrams.append(place)
         for chart in _each(anchor, "chart"):
             drawing.charts.append(place)
             number = next((value for name, value in chart.items() if name.endswith("}id")), "")
@@ -74,3 +77,18 @@ def _titles(chart: ET.Element) -> Iterator[str]:
         words = _paragraphs(title).strip()
         if words:
             yield words
+
+
+def controls_in(package: Package, path: str) -> Iterator[str]:
+    """The texts of a sheet's form fields, those that can be ticked after [x] or [ ]. Raises `ParseError`."""
+    with package.open(path) as stream:
+        root = ET.parse(stream).getroot()
+    for shape in _each(root, "shape"):
+        for data in _each(shape, "ClientData"):
+            label = " ".join("".join(box.itertext()) for box in _each(shape, "textbox"))
+            kind = data.get("ObjectType", "")
+            if kind in ("Checkbox", "Radio"):
+                is_ticked = any((tick.text or "").strip() == "1" for tick in _each(data, "Checked"))
+                yield f"{'[x]' if is_ticked else '[ ]'} {label}"
+            elif kind != "Note":
+                yield label
