@@ -1,7 +1,7 @@
 """An index on disk, as generations of files that only their owner may read. A manifest names the current one.
 
     .lock                     held while one process writes
-    manifest.json             format, embedder, dimension, and for each file its name, size and SHA-256
+    manifest.json             format, embedder, dimension, form of texts, and for each file its name, size and SHA-256
     chunks-<generation>.jsonl one chunk a line
     index-<generation>.faiss  the vector of line i is vector i
 
@@ -57,12 +57,16 @@ _GENERATION = re.compile(r"(?:chunks|index)-[0-9a-f]{16}\.(?:jsonl|faiss)(?:\.pa
 
 
 class Generation(NamedTuple):
-    """A generation's content: the embedder's name, the vectors' length, and the bytes of both files."""
+    """A generation's content: the embedder's name, the vectors' length, and the bytes of both files.
+
+    form: in which texts were embedded (`words.FORM`).
+    """
 
     embedder: str
     dimension: int
     chunks: bytes
     vectors: bytes
+    form: int
 
 
 @contextmanager
@@ -112,6 +116,7 @@ def write_generation(directory: Path, generation: Generation) -> None:
         "format": FORMAT_VERSION,
         "embedder": generation.embedder,
         "dimension": generation.dimension,
+        "form": generation.form,
         "files": files,
     }
     manifest = json.dumps(fields, indent=1)
@@ -168,6 +173,7 @@ class _Manifest(NamedTuple):
     embedder: str
     dimension: int
     files: tuple[tuple[str, str], ...]  # (name, SHA-256): the chunks, then the index
+    form: int
 
 
 def _read_manifest(directory: Path) -> _Manifest:
@@ -195,7 +201,8 @@ def _parse_manifest(content: bytes, directory: Path) -> _Manifest:
         if len(names) != 2 or not all(map(_GENERATION.fullmatch, names)):
             raise ValueError("files")
         files = tuple((name, str(entry["sha256"])) for name, entry in raw["files"].items())
-        return _Manifest(str(raw["embedder"]), int(raw["dimension"]), files)
+        form = int(raw.get("form", 1))  # versions before wrote none
+        return _Manifest(str(raw["embedder"]), int(raw["dimension"]), files, form)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise IndexDamagedError(f"the manifest of the index in {directory} is damaged; {_REMEDY}") from None
 
@@ -207,7 +214,8 @@ def _read_files(directory: Path, manifest: _Manifest) -> Generation:
         if _sha256(data) != digest:
             raise IndexDamagedError(f"{directory / name} is not as it was written; {_REMEDY}")
         contents.append(data)
-    return Generation(manifest.embedder, manifest.dimension, *contents)
+    chunks, vectors = contents
+    return Generation(manifest.embedder, manifest.dimension, chunks, vectors, manifest.form)
 
 
 def _write(path: Path, data: bytes) -> None:

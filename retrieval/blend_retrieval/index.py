@@ -19,6 +19,8 @@ from blend_retrieval.embedders.base import Floats, Integers
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
 from blend_retrieval.generations import Generation, manifest_digest, read_generation, write_generation, write_lock
 from blend_retrieval.lexical import LexicalIndex
+from blend_retrieval.profile import CorpusProfile, profile_of
+from blend_retrieval.words import FORM, composed
 
 
 class ScoredRow(NamedTuple):
@@ -29,7 +31,7 @@ class ScoredRow(NamedTuple):
 
 
 class IndexUpdate(NamedTuple):
-    """The result of an update, in chunks. `reason` says why an existing index was rebuilt, or is empty."""
+    """The result of an update, in chunks. `reason` says why an existing index, or a part, was rebuilt, or is empty."""
 
     added: int
     kept: int
@@ -46,8 +48,9 @@ class ChunkIndex:
 
         self.chunks = tuple(chunks)
         self.embedder = embedder
+        self.form = FORM
         self.dimension = int(vectors.shape[1])
-        self.faiss_index: faiss.Index = faiss.IndexFlatIP(self.dimension)
+        self.faiss_index: faiss.IndexFlat = faiss.IndexFlatIP(self.dimension)
         self.faiss_index.add(vectors)
 
     @classmethod
@@ -87,14 +90,30 @@ class ChunkIndex:
         """The words of the chunks, made at the first search."""
         return LexicalIndex([passage_text(chunk) for chunk in self.chunks])
 
-    def similarities(self, vector: Floats, rows: Integers) -> Floats:
-        """Inner products of a vector `[dimension]` with those of these chunks, `[rows]`."""
-        products: Floats = self.faiss_index.reconstruct_batch(rows) @ vector
+    @cached_property
+    def profile(self) -> CorpusProfile:
+        """What is usual among the chunks, made at the first search. The index is not empty."""
+        return profile_of(self.chunks, self._stored_vectors())
+
+    def similarities(self, vector: Floats) -> Floats:
+        """Inner products of a vector `[dimension]` with those of all chunks, `[chunks]`. The index is not empty."""
+        products: Floats = self._stored_vectors() @ vector
         return products
 
-    def vectors(self) -> Floats:
-        """All vectors, float32 `[chunks, dimension]`."""
-        vectors: Floats = self.faiss_index.reconstruct_n(0, len(self.chunks))
+    def vectors(self, rows: Integers | None = None) -> Floats:
+        """The vectors of these chunks, float32 `[rows, dimension]`; by default of all."""
+        if rows is None:
+            vectors: Floats = self.faiss_index.reconstruct_n(0, len(self.chunks))
+        else:
+            vectors = self.faiss_index.reconstruct_batch(rows)
+        return vectors
+
+    def _stored_vectors(self) -> Floats:
+        """All vectors without a copy."""
+        import faiss
+
+        shape = (len(self.chunks), self.dimension)
+        vectors: Floats = faiss.rev_swig_ptr(self.faiss_index.get_xb(), shape[0] * shape[1]).reshape(shape)
         return vectors
 
 
@@ -107,8 +126,8 @@ def update_index(
 ) -> IndexUpdate:
     """Make the index in a directory hold exactly these chunks, and embed only new ones.
 
-    A damaged index, or one of another embedder, is rebuilt. A crash leaves the old or the new index, and readers may go
-    on meanwhile.
+    A damaged index, or one of another embedder, is rebuilt. Chunks that an earlier version embedded in another form are
+    embedded anew. A crash leaves the old or the new index, and readers may go on meanwhile.
 
     Args:
         directory: of the index.
@@ -129,14 +148,18 @@ def update_index(
         old_chunks = old.chunks if old else ()
         old_ids = [chunk.id for chunk in old_chunks]
         unchanged = len({chunk.id for chunk in chunks}.intersection(old_ids))
+        outdated = _outdated_ids(old) if old else set()
+        if outdated:
+            reason = f"{len(outdated):,} of {len(old_ids):,} chunks were embedded as they were typed, not in one form"
         update = IndexUpdate(
             added=len(chunks) - unchanged, kept=unchanged, removed=len(old_ids) - unchanged, reason=reason
         )
-        if old and old_chunks == chunks:
+        if old and old_chunks == chunks and old.form == FORM:
             return update
         vector_of = dict(embedded or {})
         if old:
-            vector_of.update(zip(old_ids, old.vectors(), strict=True))
+            old_vectors = zip(old_ids, old.vectors(), strict=True)
+            vector_of.update(pair for pair in old_vectors if pair[0] not in outdated)
         new = [chunk for chunk in chunks if chunk.id not in vector_of]
         if new:
             texts = [passage_text(chunk) for chunk in new]
@@ -152,7 +175,18 @@ def update_index(
 
 def passage_text(chunk: Chunk) -> str:
     """The text that is embedded for a chunk."""
+    return composed(_typed_text(chunk))
+
+
+def _typed_text(chunk: Chunk) -> str:
     return f"{chunk.title}\n{chunk.text}"
+
+
+def _outdated_ids(index: ChunkIndex) -> set[str]:
+    """The ids of chunks that an earlier version embedded in another form."""
+    if index.form == FORM:
+        return set()
+    return {chunk.id for chunk in index.chunks if passage_text(chunk) != _typed_text(chunk)}
 
 
 def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
@@ -171,7 +205,7 @@ def _encode(index: ChunkIndex) -> Generation:
     lines = [json.dumps(asdict(chunk)) + "\n" for chunk in index.chunks]
     chunks = "".join(lines).encode()
     vectors = faiss.serialize_index(index.faiss_index).tobytes()
-    return Generation(index.embedder, index.dimension, chunks, vectors)
+    return Generation(index.embedder, index.dimension, chunks, vectors, index.form)
 
 
 def _decode(generation: Generation, directory: Path) -> ChunkIndex:
@@ -181,18 +215,20 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
     index = ChunkIndex.__new__(ChunkIndex)
     index.embedder = generation.embedder
     index.dimension = generation.dimension
+    index.form = generation.form
     try:
         rows = map(json.loads, generation.chunks.splitlines())
         index.chunks = tuple(Chunk(**row) for row in rows)
         vectors = np.frombuffer(generation.vectors, np.uint8)
-        index.faiss_index = faiss.deserialize_index(vectors)
+        vector_index = faiss.deserialize_index(vectors)
     except Exception as error:  # the checksum is right, so this is another format
         raise ChunkIndexError(
             f"the index in {directory} cannot be understood ({error}); run `blend precompute` again"
         ) from error
-    vector_index = index.faiss_index
-    if vector_index.ntotal != len(index.chunks) or vector_index.d != index.dimension:
+    contradicts = vector_index.ntotal != len(index.chunks) or vector_index.d != index.dimension
+    if contradicts or not isinstance(vector_index, faiss.IndexFlat):
         raise IndexDamagedError(f"the index in {directory} contradicts itself; run `blend precompute` again")
+    index.faiss_index = vector_index
     return index
 
 

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from blend_retrieval.embedders.base import Floats
+from blend_retrieval.words import words
 
-# A character of a script without blanks between words is a word.
-_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u0e00-\u0e7f"
-_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 _K1, _B = 1.5, 0.75
-
-
-def words(text: str) -> list[str]:
-    """The words of a text, folded to lower case."""
-    return _WORD.findall(text.casefold())
 
 
 class LexicalIndex:

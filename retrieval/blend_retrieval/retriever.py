@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+from unicodedata import normalize
 
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder
-from blend_retrieval.embedders.base import Floats
+from blend_retrieval.embedders.base import Floats, Integers
 from blend_retrieval.errors import IndexMismatchError, QueryError
+from blend_retrieval.fairness import FairChoice, RankedRow
 from blend_retrieval.index import ChunkIndex, passage_text
 from blend_retrieval.rerank import Reranker
+from blend_retrieval.words import composed
 
 _DECAY = 0.5
 _MOST_QUESTIONS = 4  # earlier ones count too little
-_CANDIDATES = 100  # by meaning and by words each; of more chunks asked for, as many
-_SAMPLE = 1000  # chunks that show how similar to a question chunks are by chance
+_BLOCK, _BLOCK_GROWTH = 1000, 8  # chunks that are sorted first; how many more the next time
+_OF_A_DOCUMENT = 4  # candidates for each place
 _WORDS_WEIGHT = 6.0  # standard deviations of similarity that all of a question's words are worth; docs/retrieval.md
 _RERANKED = 4  # times as many chunks as are asked for
 
@@ -40,7 +44,7 @@ class Retriever:
     Args:
         index: the chunks.
         embedder: the one that made their vectors.
-        min_score: least similarity of a result; 0 sets none, None takes the embedder's own.
+        min_score: least similarity of a result; 0 sets none. None takes the embedder's own: 0.15 with minilm, none with others.
         reranker: orders the best ones anew, if given.
 
     Raises:
@@ -64,7 +68,8 @@ class Retriever:
     def search(self, query: str, k: int, hidden: Hidden | None = None, before: Sequence[str] = ()) -> RankedChunks:
         """The `k` best chunks for the question, best first: fewer where no more are there or are similar enough.
 
-        Chunks with equal texts count as one.
+        Chunks with equal texts count as one. Near-equal chunks that are much less relevant than the best one give their places
+        to others, and so do those of a document that has half of the places, to others that are nearly as relevant.
 
         Args:
             query: the question.
@@ -76,67 +81,73 @@ class Retriever:
         Raises:
             QueryError: an empty question, or a `k` below 1.
         """
-        if not query.strip():
+        question = composed(query).strip()
+        if not question:
             raise QueryError("the question is empty; ask something")
         if k < 1:
             raise QueryError(f"{k} chunks were asked for; ask for at least 1")
         if not len(self.index):
             return ()
-        latest_first = map(str.strip, (query, *reversed(before)))
-        questions = list(filter(None, latest_first))[:_MOST_QUESTIONS]
+        earlier = (composed(text).strip() for text in reversed(before))
+        questions = [question, *filter(None, earlier)][:_MOST_QUESTIONS]
+        similarity, relevance, irrelevant = self._relevance(questions)
         needed = k if self._reranker is None else _RERANKED * k
-        count = min(len(self.index), max(_CANDIDATES, needed))
-        while True:
-            candidates = self._ranked(questions, count)
-            best = self._best(candidates, needed, hidden)
-            if len(best) == needed or count == len(self.index):
-                break
-            count = min(len(self.index), 4 * count)  # copies and hidden chunks took the places
-        if self._reranker is not None:
-            best = _reranked(self._reranker, questions[0], best)
-        return tuple(best[:k])
+        candidates = self._candidates(relevance, needed, hidden)
+        rows = FairChoice(self.index, candidates, needed, irrelevant).choose()
+        if self._reranker is not None and rows:
+            rows = self._reranked(self._reranker, questions[0], rows, k)
+        return tuple(RankedChunk(self.index.chunks[row], float(similarity[row])) for row in rows)
 
-    def _best(self, candidates: Sequence[RankedChunk], needed: int, hidden: Hidden | None) -> list[RankedChunk]:
-        """The first ones with different texts."""
-        best: dict[str, RankedChunk] = {}
-        for candidate in candidates:
-            chunk = candidate.chunk
-            is_hidden = hidden is not None and hidden(chunk.document_id)
-            if candidate.score >= self._floor and not is_hidden:
-                text = " ".join(chunk.text.split())
-                best.setdefault(text.casefold(), candidate)
-            if len(best) == needed:
-                break
-        return list(best.values())
-
-    def _ranked(self, questions: Sequence[str], count: int) -> list[RankedChunk]:
-        """The best chunks by similarity and by words, each at least `count`, in the order of both together.
+    def _relevance(self, questions: Sequence[str]) -> tuple[Floats, Floats, float]:
+        """Similarity and relevance of all chunks, and the relevance of chunks that have nothing to do with the questions.
 
         Similarity counts in standard deviations over the corpus, because embedders differ in what is usual. Words add to it in
         proportion to their coverage: a convex combination, as Bruch et al. 2023 find better than ranks ("An Analysis of Fusion
-        Functions for Hybrid Retrieval").
+        Functions for Hybrid Retrieval"). Chunks that are not similar enough have a relevance of minus infinity.
         """
         import numpy as np
 
         index = self.index
-        vector = self._embedded(questions)
+        similarity = index.similarities(self._embedded(questions))
         coverage = np.zeros(len(index), np.float32)
         for age, question in enumerate(questions):
             coverage += _DECAY**age * index.lexical.coverage(question)
-        least = np.partition(coverage, -count)[-count]  # sorting all of a million takes longer than the search
-        candidates = np.flatnonzero((coverage >= least) & (coverage > 0))
-        order_by_words = np.argsort(-coverage[candidates], kind="stable")[:count]
-        by_words = candidates[order_by_words]
-        by_meaning = [hit.row for hit in index.search(vector, count)]
-        rows = np.union1d(by_words, by_meaning).astype(np.int64)
-        similarity = index.similarities(vector, rows)
-        spread_rows = np.linspace(0, len(index) - 1, _SAMPLE, dtype=np.int64)
-        sample = index.similarities(vector, np.unique(spread_rows))
-        deviation = max(float(sample.std()), 1e-6)
-        together = similarity / deviation + _WORDS_WEIGHT * coverage[rows]
-        order = np.lexsort((rows, -together))
-        chunks = [index.chunks[row] for row in rows[order]]
-        return list(map(RankedChunk, chunks, similarity[order].tolist()))
+        sample = index.profile.sample
+        deviation = max(float(similarity[sample].std()), 1e-6)
+        relevance = similarity / deviation + _WORDS_WEIGHT * coverage
+        irrelevant = float(relevance[sample].mean())
+        relevance[~(similarity >= self._floor)] = -np.inf
+        return similarity, relevance, irrelevant
+
+    def _candidates(self, relevance: Floats, places: int, hidden: Hidden | None) -> Iterator[RankedRow]:
+        """The chunks that may be chosen, most relevant first: each text once, and a limited number of each document."""
+        import numpy as np
+
+        documents = self.index.profile.documents
+        is_full = np.zeros(documents.max() + 1, bool)
+        counts: Counter[int] = Counter()
+        texts: set[str] = set()
+        for rows in _best_first(relevance):
+            rows_of_others = rows[~is_full[documents[rows]]]
+            for row in rows_of_others.tolist():
+                chunk = self.index.chunks[row]
+                document = int(documents[row])
+                text = _comparable(chunk.text)
+                if is_full[document] or text in texts or (hidden is not None and hidden(chunk.document_id)):
+                    continue
+                yield RankedRow(row, float(relevance[row]))
+                texts.add(text)
+                counts[document] += 1
+                is_full[document] = counts[document] == _OF_A_DOCUMENT * places
+
+    def _reranked(self, reranker: Reranker, query: str, rows: Sequence[int], places: int) -> list[int]:
+        """The best of these chunks by the reranker's scores."""
+        texts = [passage_text(self.index.chunks[row]) for row in rows]
+        scores = reranker.scores(query, texts)
+        relevance = scores / max(float(scores.std()), 1e-6)
+        order = (-scores).argsort(kind="stable")
+        ranked = (RankedRow(rows[place], float(relevance[place])) for place in order)
+        return FairChoice(self.index, ranked, places, float(relevance.min())).choose()
 
     def _embedded(self, questions: Sequence[str]) -> Floats:
         """The weighted sum of the questions' embeddings, of length 1."""
@@ -148,9 +159,27 @@ class Retriever:
         return vector
 
 
-def _reranked(reranker: Reranker, query: str, chunks: Sequence[RankedChunk]) -> list[RankedChunk]:
-    """The chunks in the reranker's order."""
-    texts = [passage_text(ranked.chunk) for ranked in chunks]
-    scores = reranker.scores(query, texts)
-    order = (-scores).argsort(kind="stable")
-    return [chunks[place] for place in order]
+def _best_first(relevance: Floats) -> Iterator[Integers]:
+    """The rows of chunks in blocks, most relevant first, ties by row; without those whose relevance is minus infinity.
+
+    Sorting all of a million takes longer than the search, so few are sorted if few are needed.
+    """
+    import numpy as np
+
+    count = _BLOCK
+    above = np.inf
+    while above > -np.inf:
+        is_last = count >= len(relevance)
+        least = -np.inf if is_last else np.partition(relevance, -count)[-count]
+        rows = np.flatnonzero((relevance >= least) & (relevance < above) & (relevance > -np.inf))
+        rows = rows[np.argsort(-relevance[rows], kind="stable")]
+        for start in range(0, len(rows), _BLOCK):
+            yield rows[start : start + _BLOCK]
+        above = least
+        count *= _BLOCK_GROWTH
+
+
+def _comparable(text: str) -> str:
+    """The text in the form in which equal texts are recognised."""
+    composed = normalize("NFC", text)
+    return " ".join(composed.split()).casefold()

@@ -7,17 +7,8 @@ from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder
 from blend_retrieval.errors import IndexMismatchError, QueryError
 from blend_retrieval.index import ChunkIndex
-from blend_retrieval.lexical import LexicalIndex, words
+from blend_retrieval.lexical import LexicalIndex
 from blend_retrieval.retriever import Retriever
-
-
-def test_words():
-    assert words("The valve AB-1234-C opens at 7:30, ERR_BUSY_12.") == [
-        *("the", "valve", "ab", "1234", "c", "opens", "at", "7", "30", "err_busy_12")
-    ]
-    assert words("漢字とカナ") == list("漢字とカナ")
-    assert words("STRASSE") == words("straße")
-    assert words(" \n") == []
 
 
 def test_coverage_is_a_share_of_the_questions_words():
