@@ -23,7 +23,6 @@ LONGEST = (
     "cli/test_cli_ray.py",
     "serve/test_documents_killed.py",
     "serve/test_answers_under_load.py",
-    "blend/test_real_model.py",
     "scripts/test_bench_serve_command.py",
     "kernels/test_ahead_of_time.py",
     "cli/test_cli_interrupted.py",
@@ -38,6 +37,7 @@ LONGEST = (
     "cli/test_cli_shared_store.py",
     "blend/test_many_threads.py",
     "cli/test_cli_drop.py",
+    "blend/test_real_model.py",  # waits for the examples' server
 )
 
 
