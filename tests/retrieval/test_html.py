@@ -144,6 +144,7 @@ def test_lists_keep_their_numbers(lists, lines):
             "[x] Paid\n\n[ ] Free",
         ),
         ("<p>Pier <select><option>north<option selected>south</select></p>", "Pier south"),
+        ("<p>Pier <select><option selected>north<option selected>south</select></p>", "Pier south"),
         ("<p>Pier <select><option>north<option>south<option>east</select></p>", "Pier north (or: south, east)"),
         ("<p>Piers <select multiple><option selected>1<option>2<option selected>3</select></p>", "Piers 1, 3"),
         ("<p>Piers <select size=2><option>1<option>2</select></p>", "Piers [ ] 1, [ ] 2"),
@@ -214,8 +215,8 @@ def test_every_spelling_of_xhtml(html):
 
 
 def test_pages_are_xhtml_by_their_suffix_too():
-    page = b"<html><head><title/></head><body><pre>1 <![CDATA[< 2 & 3]]></pre></body></html>"
-    assert load_bytes("page.xhtml", page).documents[0].text == "```\n1 < 2 & 3\n```"
+    page = b"<html><head><title/></head><body><p>a<br></br>b</p><pre>1 <![CDATA[< 2 <b/> & 3]]></pre></body></html>"
+    assert load_bytes("page.xhtml", page).documents[0].text == "a  \nb\n\n```\n1 < 2 <b/> & 3\n```"
 
 
 def test_formulas_with_a_prefix_keep_their_value():

@@ -78,14 +78,22 @@ def test_e_books_in_reading_order():
 
 
 def test_chapters_of_pictures_and_pages_beside_the_reading_order_are_named():
-    book = epub({"cover": "<html><head><title/></head><img src='a.png'/></html>", "one": "<title/><p>First.</p>"})
-    package = "OEBPS/book.opf"
+    book = epub(
+        {
+            "cover": "<html><head><title/></head><img src='a.png'/></html>",
+            "one": "<title/><p>First.</p><img src='b.png'/>",
+        }
+    )
+    package, page = "OEBPS/book.opf", 'media-type="application/xhtml+xml"'
     with zipfile.ZipFile(io.BytesIO(book)) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     listed = (
         files[package]
         .decode()
-        .replace("</manifest>", '<item id="n" href="notes.xhtml" media-type="application/xhtml+xml"/></manifest>')
+        .replace(
+            "</manifest>",
+            f'<item id="n" href="notes.xhtml" {page}/><item href="nav.xhtml" properties="nav" {page}/></manifest>',
+        )
     )
     listed = listed.replace("</spine>", '<itemref idref="gone"/></spine>')
     (document,), skipped = load_bytes("book.epub", zipped_files(files | {package: listed}))

@@ -156,13 +156,13 @@ LOCATION:Pier 7\\nOrm
 ORGANIZER;CN="Hafn, Ida":mailto:ida@orm.example
 ATTENDEE;PARTSTAT=NEEDS-ACTION;CN=
  Bo:MAILTO:bo@orm.example
-RRULE:FREQ=WEEKLY;COUNT=3
 EXDATE;VALUE=DATE:20261110,20261117
 DESCRIPTION:
 X-ODD:none
 BEGIN:VALARM
 TRIGGER:-PT15M
 END:VALARM
+RRULE:FREQ=WEEKLY;COUNT=3
 END:VEVENT
 BEGIN:VTODO
 SUMMARY:Grease
@@ -179,8 +179,8 @@ LINES = [
     "Orm",
     "Organizer: Hafn, Ida <ida@orm.example>",
     "Attendee: Bo <bo@orm.example> (needs action)",
-    "Repeats: FREQ=WEEKLY;COUNT=3",
     "Except on: 2026-11-10 (20261110), 2026-11-17 (20261117)",
+    "Repeats: FREQ=WEEKLY;COUNT=3",
     "",
     "Summary: Grease",
     "Due: 2026-12-01 (20261201)",
@@ -267,10 +267,11 @@ def test_forwarded_mails_and_reports_of_servers():
     inner = f"To: crew@orm.example\nSubject: Fee\n{part(PLAIN, 'It is 31.')}"
     forwarded = part("message/rfc822", inner)
     coded = part("message/rfc822", base64.b64encode(inner.encode()).decode(), "Content-Transfer-Encoding: base64")
+    only_says_so = part("message/rfc822", inner.replace("31.", "=31."), "Content-Transfer-Encoding: quoted-printable")
     report = part(
         "message/delivery-status", "Reporting-MTA: dns; orm.example\n\nFinal-Recipient: bo@orm.example\nStatus: 5.1.1"
     )
-    texts, skipped = read(multipart("report", part(PLAIN, "Not delivered."), report, forwarded, coded))
+    texts, skipped = read(multipart("report", part(PLAIN, "Not delivered."), report, forwarded, coded, only_says_so))
     assert not skipped
     lines = [
         "Not delivered.",
@@ -282,6 +283,7 @@ def test_forwarded_mails_and_reports_of_servers():
     ]
     assert texts["a.eml"].splitlines() == lines
     assert texts["a.eml#attachment 1"] == texts["a.eml#attachment 2"] == "To: crew@orm.example\n\nIt is 31."
+    assert texts["a.eml#attachment 3"].endswith("It is =31.")
 
 
 def test_headers_that_come_twice_or_broken():

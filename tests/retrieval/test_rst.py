@@ -58,7 +58,7 @@ def directive(name, *options, content=""):
             "A pier.",
             ["Odd: x", "Fee 31", "*A pier.*"],
         ),
-        ("image:: a.png", ["alt: Fee 31", "zoom:"], "", ["Fee 31"]),
+        ("image:: a.png", ["alt: Fee 31", "zoom:", "width: wide"], "", ["Fee 31"]),
         ("sidebar:: Fees", ["odd:"], "It is 31.", ["Fees", "It is 31."]),
         ("raw:: html", ["odd:"], "<p>Fee <b>31</b></p>", ["Fee **31**"]),
         ("class:: special", [], "Text.", ["Text."]),
@@ -182,6 +182,14 @@ def test_what_docutils_cannot_read_comes_as_it_stands(wrong, line):
 
 def test_a_ruler_that_is_too_short_gives_one_heading():
     assert read_whole("Text.\n\nSummer fees\n-----\n\n31") == "Text.\n\n## Summer fees\n\n31"
+
+
+def test_headings_in_a_directive_stand_below_those_around_it():
+    text = read_whole(
+        "Guide\n=====\n\nFees\n----\n\n.. only:: html\n\n   Boats\n   -----\n\n   31\n\nRules\n-----\n\nNone."
+    )
+    headings = [line for line in text.splitlines() if line.startswith("#")]
+    assert headings == ["# Guide", "## Fees", "### Boats", "## Rules"]
 
 
 def test_a_directive_with_one_colon_is_kept():

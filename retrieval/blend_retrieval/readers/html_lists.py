@@ -41,7 +41,7 @@ def mark_numbers(tree: LexborHTMLParser) -> None:
         style = _style(ordered)
         numbers = _numbers(ordered, items)
         first = numbers[0] if numbers else 0
-        counts_up = first >= 0 and numbers == list(range(first, first + len(numbers)))
+        counts_up = numbers == list(range(first, first + len(numbers)))
         is_plain = counts_up and not style and not _is_in_a_cell(ordered)
         if is_plain:
             if items and "value" in items[0].attributes:
