@@ -63,9 +63,9 @@ def test_lines_above_the_header_are_paragraphs(text, captions):
 
 
 def test_a_second_table_has_its_own_header():
-    first, second = read("fees.csv", "Pier,Fee\nA,31\n\nBoat,Tax\nOrm,12\n\nKell,13\n").split("\n\n")
+    first, second = read("fees.csv", "Pier,Fee\nA,31\n\nBoat,Tax\nOrm,12\n\nKell,13\nBrack,14\n").split("\n\n")
     assert grid(first) == [["Pier", "Fee"], ["A", "31"]]
-    assert grid(second) == [["Boat", "Tax"], ["Orm", "12"], ["Kell", "13"]]
+    assert grid(second) == [["Boat", "Tax"], ["Orm", "12"], ["Kell", "13"], ["Brack", "14"]]
 
 
 @pytest.mark.parametrize(
