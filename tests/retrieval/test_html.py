@@ -226,6 +226,29 @@ def test_formulas_with_a_prefix_keep_their_value():
     assert "1/2" in read(xhtml("", f"<p>{formula}</p>")).text
 
 
+HIDDEN = "<span style='display: none'><math><msup><mi>x</mi><mn>2</mn></msup></math></span>"
+SHOWN = "<math><msup><mi>x</mi><mn>2</mn></msup></math>"
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        (
+            f"<span class=mwe-math-element>{HIDDEN}<img class=mwe-math-fallback alt='{{\\displaystyle x^{{2}}}}'></span>",
+            "x^{2}",
+        ),
+        (f"<span class=mwe-math-element>{SHOWN}<img class=mwe-math-fallback alt='x^{{2}}'></span>", "x^2"),
+        ("<img class=math alt='\\frac{1}{2}'> cup, <img class=logo alt=Logo>", "\\frac{1}{2} cup,"),
+        (f"<span class=katex><span class=katex-mathml>{SHOWN}</span><span class=katex-html>x2</span></span>", "x^2"),
+        ("at <script type='math/tex'>x^2 < 3</script>.", "at x^2 < 3 ."),
+        ("<span class=MathJax><span>x2</span></span><script type='math/tex; mode=display'>x^2</script>", "x^2"),
+        ("<span class=MathJax>x drawn</span>", "x drawn"),
+    ],
+)
+def test_a_formula_that_is_drawn_comes_once_and_as_it_was_written(html, text):
+    assert read(f"<p>{html}</p>").text == text
+
+
 def test_an_html_page_is_no_xhtml():
     text = read("<!doctype html><p><a href=http://orm.example/>Orm</a> <![CDATA[x]]> &lt;b/&gt; a<b/>c").text
     assert "Orm" in text

@@ -105,6 +105,8 @@ def test_directives_of_docutils_with_any_option(name, options, content, blocks):
         ("productionlist::", [], 'x: "a" | "b"', ["Productionlist", code('x: "a" | "b"')]),
         ("tab-item:: Linux", ["sync: a"], "apt *x*", ["Linux", "apt *x*"]),
         ("made-up-thing:: *a*", ["how: 7"], "* b", ["Made up thing: *a*", "How: 7", "- b"]),
+        ("code-tab:: py", [], "x = *a\n  y", ["Code tab: py", code("x = *a\n  y")]),
+        ("grid:: 1 2", ["gutter: 2"], "Card.", ["Card."]),
         ("tabularcolumns:: |l|r|", [], "", [""]),
     ],
 )
@@ -150,6 +152,7 @@ def test_other_files_are_named_and_never_opened(tmp_path):
    :url: https://orm.example/x
 .. raw:: html
    :file: {secret}
+.. graphviz:: flow.dot
 .. autofunction:: pump.start
 .. automodule:: pump
    :members:
@@ -160,7 +163,7 @@ def test_other_files_are_named_and_never_opened(tmp_path):
     )
     assert "77" not in text
     assert all(words in text for words in ("The code.", "Summer fees", "Autofunction: pump.start", "Automodule: pump"))
-    files = f"{secret}, more.rst, a.py and 3 more"
+    files = f"{secret}, more.rst, a.py and 4 more"
     assert skipped == {
         files: "is another file, which is not taken in",
         "pump.start, pump": "is taken from source code by Sphinx, and not read",
@@ -170,10 +173,13 @@ def test_other_files_are_named_and_never_opened(tmp_path):
 
 WIDE = "== ====\nPier Fee\n== ====\nA  31\nNorth 12\n== ===="
 SHORT = "+---+----+\n| A | 31 |\n+---+----+\n| B | 7 |\n+---+----+"
+MISMATCH = "=====\nBoats\n-----"
 UNEVEN = ".. list-table::\n\n   * - A\n     - 31\n   * - B"
 
 
-@pytest.mark.parametrize(("wrong", "line"), [(WIDE, 4), (SHORT, 6), (UNEVEN, 3), (".. figure::\n\n   Fee 31", 3)])
+@pytest.mark.parametrize(
+    ("wrong", "line"), [(WIDE, 4), (SHORT, 6), (UNEVEN, 3), (MISMATCH, 3), (".. figure::\n\n   Fee 31", 3)]
+)
 def test_what_docutils_cannot_read_comes_as_it_stands(wrong, line):
     text, skipped = read(f"Fees.\n\n{wrong}\n\nPer day.")
     assert text == f"Fees.\n\n{code(wrong)}\n\nPer day."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from blend_retrieval.decoding import Decoded, decode
 from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 from blend_retrieval.readers.html_fields import write_fields
+from blend_retrieval.readers.html_formulas import write_formulas
 from blend_retrieval.readers.html_lists import mark_numbers, with_numbers
 from blend_retrieval.readers.xhtml import html_of_xhtml, is_xhtml
 
@@ -25,24 +26,6 @@ _NOISE = (
 _HEADINGS = "h1, h2, h3, h4, h5, h6"
 _SECTIONS = ("article", "main", "section", "aside", "blockquote")
 _SOFT_HYPHEN = "\u00ad"
-
-# MathML in one line. The blank keeps 3 1/4 from becoming 31/4.
-_FORMS = {
-    "mfrac": " {}/{}",
-    "msqrt": "√({})",
-    "mtable": " [{}] ",
-    "mroot": "{}^(1/{})",
-    "msup": "{}^{}",
-    "msub": "{}_{}",
-    "msubsup": "{}_{}^{}",
-    "mover": "{}^{}",
-    "munder": "{}_{}",
-    "munderover": "{}_{}^{}",
-    "mspace": " ",
-}
-_ROWS = {"msqrt": "", "mtable": "; ", "mtr": ", "}  # joined before the form
-_THIN = re.compile(r"\s*0(?:\.0*)?\s*(?:[a-z%]+\s*)?\Z", re.IGNORECASE)
-_UNSEEN = ("annotation", "annotation-xml", "mphantom")
 
 
 def html_to_markdown(html: str) -> tuple[str, str]:
@@ -82,8 +65,7 @@ def _prepare(tree: LexborHTMLParser) -> None:
     for node in reversed(tree.css(_NOISE)):  # those inside others first
         if not _belongs_to_text(node):
             node.decompose()
-    for formula in tree.css("math"):
-        formula.replace_with(_linear(formula).strip())
+    write_formulas(tree)
     write_fields(tree)
     mark_numbers(tree)
 
@@ -96,45 +78,6 @@ def _belongs_to_text(node: LexborNode) -> bool:
     while outer is not None and outer.tag not in _SECTIONS:
         outer = outer.parent
     return outer is not None
-
-
-def _linear(node: LexborNode) -> str:
-    """A formula of MathML in one line, such as (a+b)/2 or x_1^2."""
-    if node.tag == "-text":
-        return (node.text() or "").strip()
-    if node.tag in _UNSEEN:
-        return ""
-    inner = [_linear(child) for child in node.iter(include_text=True)]
-    if node.tag == "mfenced":
-        return _fenced(node, [formula for formula in inner if formula])
-    if node.tag == "mfrac" and _THIN.match(node.attributes.get("linethickness") or ""):
-        return f" ({'; '.join(inner)}) "  # a binomial coefficient
-    if node.tag in _ROWS:
-        inner = [_ROWS[node.tag].join(inner)]
-    form = _FORMS.get(node.tag or "", "")
-    if len(inner) != form.count("{}"):
-        return "".join(inner)
-    if len(inner) > 1:
-        inner = [_operand(formula) for formula in inner]
-    return form.format(*inner)
-
-
-def _fenced(node: LexborNode, inner: list[str]) -> str:
-    """Formulas between brackets. The last separator stands between all that have none."""
-    attributes = {"open": "(", "close": ")", "separators": ",", **node.attributes}
-    separators = "".join((attributes["separators"] or "").split())
-    words = inner[0] if inner else ""
-    for number, formula in enumerate(inner[1:]):
-        words += separators[number : number + 1] or separators[-1:]
-        words += formula
-    return f"{attributes['open'] or ''}{words}{attributes['close'] or ''}"
-
-
-def _operand(formula: str) -> str:
-    words = formula.strip()
-    if len(words) < 2 or words.isalnum():
-        return words
-    return f"({words})"
 
 
 def read_html(data: bytes, title: str) -> Parts:

@@ -133,7 +133,8 @@ def _keep_source(document: Any, message: Any) -> None:
     from blend_retrieval.readers.rst_directives import unread_places
 
     sources = [child for child in message.children if isinstance(child, nodes.literal_block)]
-    is_read_too = message.children[0].astext().startswith("Title ")  # a ruler that is too short
+    is_warning = message["level"] == _WARNING
+    is_read_too = is_warning and message.children[0].astext().startswith("Title ")  # a ruler that is too short
     is_generated = any(_GENERATED.match(source.astext()) for source in sources)
     if not sources or message["level"] < _WARNING or is_read_too or is_generated:
         return

@@ -34,9 +34,10 @@ _TAKEN_IN = (
     "click",
     "argparse",
 )
+_OTHER_FILE = "is another file, which is not taken in"
 _GENERATED = re.compile(r"auto|doxygen|.*:auto")
 _LITERAL = re.compile(
-    r".*(?:code|plot|graph|diag|math)|mermaid|plantuml|uml|ditaa|tikz|prompt|doctest|test(?:code|output|setup|cleanup)"
+    r".*(?:code|plot|graph|diag|math)|code-.*|mermaid|plantuml|uml|ditaa|tikz|prompt|doctest|test(?:code|output|setup|cleanup)"
     r"|ipython|jupyter-execute|exec|console|terminal|productionlist|highlight-rst|raw-html|yaml|json|algorithm|pseudocode"
 )
 _OBJECTS = frozenset(
@@ -162,7 +163,7 @@ class Lenient(_Shown):
         texts = self.option_texts(self.unknown_options())
         place = self.options.get("file") or self.options.get("url")
         if place and self.name in ("csv-table", "raw"):
-            self.unread(place, "is another file, which is not taken in")
+            self.unread(place, _OTHER_FILE)
             return [*texts, self.paragraph("", " ".join([*self.arguments[:1], f"({place})"]))]
         built: list[Any] = super().run()
         return [*texts, *built]
@@ -192,6 +193,8 @@ class SphinxDirective(_Shown):
         elif _LITERAL.fullmatch(kind):
             code = "\n".join(content)
             block = [nodes.literal_block(code, code)] if code else []
+            if title and not code:
+                self.unread(title.partition("\n")[0], _OTHER_FILE)
             return [*self._opening(kind, title), *texts, *block]
         else:
             opening = self._opening(kind, title)
@@ -244,6 +247,8 @@ class SphinxDirective(_Shown):
             signatures = title.replace("\\\n", " ").splitlines()
             return [nodes.paragraph("", f"{_label(name)} ", nodes.literal("", words.strip())) for words in signatures]
         label = "" if _WITHOUT_LABEL.match(name) else _label(name)
+        if not label and not title.strip("0123456789 "):  # the number of columns
+            return []
         return [self.paragraph(label, title)] if label or title else []
 
 
