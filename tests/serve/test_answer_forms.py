@@ -247,6 +247,10 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"anyOf": [{"type": "number", "minimum": -0.5, "exclusiveMaximum": 0.0}]},
         "exclusiveMaximum 0.0 is not supported beside these bounds; use maximum",
     ),
+    "a bound of an old draft": (
+        {"properties": {"a": {"type": "number", "minimum": 1, "exclusiveMinimum": True}}},
+        "exclusiveMinimum is true or false",
+    ),
     "a number beyond 64-bit floats": ({"enum": [2, 2**53 + 1]}, "9007199254740993 has more digits than a 64-bit float"),
     "a name that comes twice": (
         {"type": "object", "required": ["a"], "additionalProperties": {"type": "integer"}, "minProperties": 3},

@@ -166,6 +166,8 @@ def test_what_cannot_be_read_is_named_in_the_figures_and_refused_in_a_question(h
     ("path", "body"),
     [
         (CHAT, {"messages": [ASKED, {"role": "assistant", "content": None}, ASKED]}),
+        (CHAT, {"messages": [{**ASKED, "name": "", "tool_call_id": ""}], "min_tokens": 0, "skip_special_tokens": True}),
+        (CHAT, {"messages": [ASKED, {**SAID, "tool_calls": [], "content": []}, ASKED]}),
         (CHAT, {"messages": [ASKED, {**SAID, "provider_specific_fields": {}, "reasoning_details": [1]}, ASKED]}),
         (
             CHAT,
@@ -207,6 +209,19 @@ def test_what_clients_leave_there_is_taken(http: httpx.Client, path: str, body: 
         any(note.startswith("verbosity has no effect") for note in reply.json()["kvblend"]["figures"]["notes"])
         == verbose
     )
+
+
+def test_arguments_may_be_an_object_and_results_empty() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "gate", "arguments": {"at": 4}}, "provider": "x"}
+    messages = [
+        ASKED,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    [prompt] = read_body(json.dumps({"messages": messages}).encode(), ChatBody).prompts()
+    _, said, result = prompt["messages"]
+    assert [(call.name, json.loads(call.arguments)) for call in said.tool_calls] == [("gate", {"at": 4})]
+    assert (result.content, result.name) == ("", "gate")
 
 
 def test_calls_of_custom_tools_are_calls() -> None:

@@ -19,7 +19,7 @@ from blend.text import shown
 from blend_retrieval.document import clean, clean_title
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.isolated import ReadingLimits
-from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD
+from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, has_text_name, kind_of
 
 _LONGEST_ID = 200  # characters
 _RETRY_S = 10.0
@@ -158,7 +158,7 @@ def checked(files: Sequence[UploadedFile], texts: Sequence[GivenDocument], limit
 
 def _file(file: UploadedFile, most: int) -> Upload:
     name = upload_id(file.name)
-    if not _is_file(name):
+    if kind_of(name) is None:
         raise DocumentsError(f"{shown(name)} is none of the kinds that can be read ({KINDS})")
     return _sized(Upload("file", name, name, file.data, text_field=file.text_field), most)
 
@@ -183,4 +183,4 @@ def _sized(upload: Upload, most: int) -> Upload:
 
 def _is_file(name: str) -> bool:
     """Whether this can name a file; the id of a text may look the same."""
-    return PurePosixPath(name).suffix.lower() in SUFFIXES
+    return PurePosixPath(name).suffix.lower() in SUFFIXES or has_text_name(name)

@@ -75,7 +75,11 @@ def _uncountable(value: Any) -> str:
     """
     if isinstance(value, int) and abs(value) > _EXACT and float(value) != value:
         return f"the number {str(value)[:_LONGEST_NUMBER]} has more digits than a 64-bit float keeps; use text instead"
-    if not isinstance(value, Mapping) or not isinstance(value.get("minProperties"), int):
+    if not isinstance(value, Mapping):
+        return ""
+    if switch := next((name for name in _BOUNDS if isinstance(value.get(name), bool)), None):
+        return f"{switch} is true or false, as in draft 4 of JSON Schema; give the number itself"
+    if not isinstance(value.get("minProperties"), int):
         return ""
     required = value.get("required")
     free = value["minProperties"] - (len(required) if isinstance(required, list) else 0)

@@ -56,6 +56,12 @@ UNSUPPORTED: Mapping[str, Any] = {
     "function_call": "none",
     "modalities": ["text"],
     "suffix": "",
+    "min_tokens": 0,  # this and what follows are vLLM's
+    "skip_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
 }
 """Unsupported fields, each with the value that asks for nothing, besides null."""
 LONGEST_NAME = 512
@@ -172,6 +178,8 @@ def session_name(name: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+CarriedName = Annotated[str, Field(max_length=LONGEST_NAME)]
+"""One that a history may hold empty."""
 Stop = Annotated[str, Field(max_length=LONGEST_NAME)]
 Stops = Annotated[list[Stop], BeforeValidator(_stops), Field(max_length=_MOST_STOPS)]
 EndUser = Annotated[str, Field(max_length=LONGEST_NAME)]
@@ -263,8 +271,8 @@ class OwnBody(Body):
 class StreamOptions(Body):
     """Extras of a stream."""
 
+    ignored = ("include_obfuscation",)  # padding of chunks
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
     continuous_usage_stats: bool = False  # vLLM's: with include_usage, the usage so far in every chunk
 
 

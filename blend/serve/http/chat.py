@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from blend.serve.forms.tool_calls import FUNCTION_NAME, is_object
-from blend.serve.http.bodies import Body, CarriedBody, CommonBody, Logprobs, MaxTokens, Name
+from blend.serve.http.bodies import Body, CarriedBody, CarriedName, CommonBody, Logprobs, MaxTokens, Name
 from blend.serve.http.errors import Json, missing, refuse, wrong
 from blend.serve.http.parts import Content, Written, note_of_unread, require_text
 from blend.serve.prompts.chat_template import DIRECT
@@ -39,7 +39,7 @@ def only_tools(value: Any, kinds: Sequence[str | None]) -> Any:
 
 
 def _arguments(value: Any) -> Any:
-    value = value or "{}"
+    value = json_text(value) if isinstance(value, dict) else value or "{}"
     if not is_object(value):
         raise ValueError("give the JSON text of an object, such as '{}'")
     return value
@@ -91,9 +91,9 @@ class MessageBody(CarriedBody):
     content: Written | None = None
     refusal: str = ""
     audio: Json = {}
-    name: Name = ""
+    name: CarriedName = ""
     tool_calls: list[ToolCallBody] = []
-    tool_call_id: Name = ""
+    tool_call_id: CarriedName = ""
     reasoning: str = ""
     reasoning_content: str = ""
 
@@ -240,7 +240,7 @@ def _said(number: int, message: MessageBody) -> Message:
         raise wrong(f"{place}.tool_call_id", "a tool's message, and no other, names the call that it answers")
     if thoughts and message.role != "assistant":
         raise wrong(f"{place}.reasoning", "only an assistant's message has thoughts")
-    if message.content is None and message.role != "assistant":
+    if message.content is None and message.role not in ("assistant", "tool"):
         raise missing(f"{place}.content")
     spoken = message.refusal or str(message.audio.get("transcript", ""))
     return Message(
