@@ -37,7 +37,7 @@ _TAKEN_IN = (
 _OTHER_FILE = "is another file, which is not taken in"
 _GENERATED = re.compile(r"auto|doxygen|.*:auto")
 _LITERAL = re.compile(
-    r".*(?:code|plot|graph|diag|math)|code-.*|mermaid|plantuml|uml|ditaa|tikz|prompt|doctest|test(?:code|output|setup|cleanup)"
+    r".*(?:code|plot|graph|diag|math)|code-.*|graphviz|mermaid|plantuml|uml|ditaa|tikz|prompt|doctest|test(?:code|output|setup|cleanup)"
     r"|ipython|jupyter-execute|exec|console|terminal|productionlist|highlight-rst|raw-html|yaml|json|algorithm|pseudocode"
 )
 _OBJECTS = frozenset(

@@ -18,16 +18,18 @@ _VOID_NAMES = (
 _VOID = frozenset(_VOID_NAMES.split())
 _ATTRIBUTES = r"(?:\s+[\w:.-]+\s*=\s*(?:\"[^\"]*\"|'[^']*'))*\s*"
 _MARKUP = re.compile(
-    r"<!--.*?-->"
-    r"|<!\[CDATA\[(?P<characters>.*?)\]\]>"
-    r"|<\?.*?\?>"
+    r"<!--.*?(?:-->|\Z)"
+    r"|<!\[CDATA\[(?P<characters>.*?)(?:\]\]>|\Z)"
+    r"|<\?.{0,4096}?\?>"
     rf"|<(?P<name>[A-Za-z_][\w:.-]*)(?P<attributes>{_ATTRIBUTES})(?P<slash>/?)>"
     r"|</(?P<ended>[A-Za-z_][\w:.-]*)\s*>",
     re.DOTALL,
 )
 _SUBSET = re.compile(r"(<!DOCTYPE[^\[>]*)\[(.*?)\]\s*>", re.DOTALL | re.IGNORECASE)
+_SUBSET_WITHIN = 1 << 15  # characters
 _ENTITY = re.compile(r"<!ENTITY\s+([\w.-]+)\s+(?:\"([^\"]*)\"|'([^']*)')\s*>")
-_LONGEST_ENTITY = 1000  # characters; a longer one stays as it is
+_LONGEST_SUBSET_WITHIN = 1 << 15  # characters
+_ENTITY = 1000  # characters; a longer one stays as it is
 _PREFIX = re.compile(r"xmlns:([\w.-]+)\s*=\s*[\"']([^\"']*)[\"']")
 
 
@@ -42,7 +44,7 @@ def html_of_xhtml(text: str) -> str:
     Character data is escaped, entities that the page declares are replaced, and the prefixes of XHTML, MathML and SVG removed.
     A page with mistakes stays readable, because nothing but these spellings is changed.
     """
-    subset = _SUBSET.search(text)
+    subset = _SUBSET.search(text, 0, _SUBSET_WITHIN)
     if subset is not None:
         text = text[: subset.start()] + subset[1] + ">" + text[subset.end() :]
         text = _with_entities(text, subset[2])
