@@ -37,6 +37,13 @@ class DecodingError(ValueError):
     """The bytes are no text, or text in an unknown encoding; the message is the reason."""
 
 
+class BinaryError(DecodingError):
+    """The bytes are no text."""
+
+    def __init__(self) -> None:
+        super().__init__("is a binary file, not text")
+
+
 class Decoded(NamedTuple):
     """A file's text. note: how it was read, if its encoding was detected."""
 
@@ -86,7 +93,7 @@ def _superset(declared: str) -> str:
 def _checked(text: str) -> str:
     most_controls = max(_FEW, MAX_CONTROL_SHARE * len(text))
     if len(_CONTROL.findall(text)) > most_controls:
-        raise DecodingError("is a binary file, not text")
+        raise BinaryError
     return text
 
 
@@ -101,7 +108,7 @@ def _unmarked(data: bytes) -> Decoded:
                     readings.append(Decoded(text, f"is read as {encoding}: it has no byte order mark"))
         if len(readings) == 1:
             return readings[0]
-    raise DecodingError("is a binary file, not text")
+    raise BinaryError
 
 
 def _is_unmistakable(text: str, data: bytes) -> bool:

@@ -11,6 +11,7 @@ from itertools import chain, count
 from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
 
+from blend_retrieval.decoding import BinaryError, DecodingError, decode
 from blend_retrieval.document import (
     Document,
     LoadedDocuments,
@@ -22,10 +23,11 @@ from blend_retrieval.document import (
     valid_name,
 )
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.readers import KINDS, SUFFIXES, TEXT_FIELD, Fault, Parts, UnreadableError, reader_for
+from blend_retrieval.readers import KINDS, TEXT_FIELD, Fault, Parts, UnreadableError, is_template, kind_of, reader_for
 
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _NAMED_REASONS = 3
+_HEAD = 1 << 16  # bytes that tell whether a file without a suffix is text
 
 
 def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
@@ -146,21 +148,43 @@ def _listing(folder: Path) -> _Listing:
     """A folder's content in the order of names, without hidden entries. Raises OSError."""
     listing = _Listing([], [], [], Counter())
     with os.scandir(folder) as entries:
-        visible = [entry for entry in entries if not entry.name.startswith(".")]
+        visible = [entry for entry in entries if _is_visible(entry)]
     for entry in sorted(visible, key=lambda entry: entry.name):
         path = folder / entry.name
-        suffix = path.suffix.lower()
+        kind = kind_of(entry.name)
         if _is(entry.is_dir):
             listing.folders.append(path)
-        elif suffix in SUFFIXES:
+        elif kind or (kind == "" and _is(entry.is_file) and _may_be_text(path)):
             listing.files.append(path)
         else:
             if _is(entry.is_file):
-                listing.kinds[valid_name(suffix)] += 1
+                listing.kinds[valid_name(path.suffix.lower())] += 1
             continue
         if entry.is_symlink():
             listing.links.append(path)
     return listing
+
+
+def _is_visible(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is not hidden. Templates such as .env.example are read."""
+    return not entry.name.startswith(".") or (is_template(entry.name) and not _is(entry.is_dir))
+
+
+def _may_be_text(path: Path) -> bool:
+    """Whether a file without a suffix is not binary, by its beginning; one that cannot be opened is read to say why."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return True
+    whole_lines = head[: head.rfind(b"\n") + 1] or head
+    try:
+        decode(whole_lines if len(head) == _HEAD else head)
+    except BinaryError:
+        return False
+    except DecodingError:  # reading it says why
+        return True
+    return True
 
 
 def _is(kind: Callable[[], bool]) -> bool:
@@ -238,7 +262,7 @@ class _Collection:
             else:
                 self.documents[name + record] = Document(
                     id=name + record,
-                    title=clean_title(part.title) or clean_title(valid_name(path.stem)),
+                    title=clean_title(part.title) or clean_title(_named(path)),
                     text=text,
                     source=where + record,
                     markup=part.markup,
@@ -246,14 +270,15 @@ class _Collection:
         self._note(where, useless, ())
 
     def _read(self, path: PurePath, content: Callable[[], bytes]) -> Parts:
-        reader = reader_for(path.suffix, self._text_field)
+        kind = kind_of(path.name)
+        reader = None if kind is None else reader_for(kind, self._text_field)
         if reader is None:
             raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
         data = content()
         if not data.strip():
             raise UnreadableError("is empty", is_there=False)
         try:
-            return reader(data, valid_name(path.stem))
+            return reader(data, _named(path))
         except UnreadableError:
             raise
         except MemoryError:
@@ -269,6 +294,11 @@ class _Collection:
             where = f"{source} {places}".rstrip()
             lost = sum(fault.lost for fault in same)
             self.skipped.append(SkippedDocument(where, reason, unread, lost))
+
+
+def _named(path: PurePath) -> str:
+    """The title of a file that names none."""
+    return valid_name(path.stem if kind_of(path.name) else path.name)
 
 
 def _bytes(path: Path) -> bytes:

@@ -31,11 +31,12 @@ def test_colliding_names_get_their_folder_in_front_and_the_same_file_is_read_onc
 
 
 def test_hidden_files_are_passed_over_and_other_kinds_counted(tmp_path):
-    for name in (".git/x.md", ".x.md", "a.exe", "b.EXE", "c.png", "LICENSE", "sub/x.md", "sub/d.exe"):
+    for name in (".git/x.md", ".x.md", ".env", "a.exe", "b.EXE", "c.png", "sub/x.md", "sub/d.exe"):
         write(tmp_path / name, "text")
+    (tmp_path / "tool").write_bytes(b"\x7fELF\0\0")
     loaded = load_documents(tmp_path)
     assert [document.id for document in loaded.documents] == ["sub/x.md"]
-    counts = "kinds that are not read: 3 .exe, 1 without a suffix, 1 .png"
+    counts = "kinds that are not read: 3 .exe, 1 .png, 1 without a suffix"
     assert loaded.skipped == (SkippedDocument(str(tmp_path), counts, (), 5),)
 
 

@@ -18,16 +18,31 @@ To add a reader:
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePosixPath
 from pkgutil import resolve_name
 
 from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, Reader, UnreadableError
 
-__all__ = ["KINDS", "SUFFIXES", "TEXT_FIELD", "Fault", "Part", "Parts", "Reader", "UnreadableError", "reader_for"]
+__all__ = [
+    "KINDS",
+    "SUFFIXES",
+    "TEXT_FIELD",
+    "Fault",
+    "Part",
+    "Parts",
+    "Reader",
+    "UnreadableError",
+    "has_text_name",
+    "is_template",
+    "kind_of",
+    "reader_for",
+]
 
 _SOURCE_CODE = (
-    "adoc bash bat c cc cfg conf cpp cs css cxx dart go gradle groovy h hpp hs ini java jl js json jsx kt lua m mjs ml org "
-    "php pl proto ps1 py pyi r rb rs scala sh sql swift tex toml ts tsx vue xml yaml yml zig"
+    "bash bat c cc cfg conf cpp cs css cxx dart go gradle groovy h hpp hs ini java jl js json jsx kt lua m mjs ml php pl proto "
+    "ps1 py pyi r rb rs scala sh sql swift toml ts tsx vue xml yaml yml zig"
 )
 _READERS = {  # module and function
     ".md": "text:read_markdown",
@@ -58,19 +73,56 @@ _READERS = {  # module and function
     ".epub": "epub:read_epub",
     ".eml": "mail:read_eml",
     ".ics": "events:read_ics",
+    ".ipynb": "notebook:read_ipynb",
+    ".odt": "odf:read_odt",
+    ".ott": "odf:read_odt",
+    ".odp": "odf:read_odp",
+    ".otp": "odf:read_odp",
+    ".rtf": "rtf:read_rtf",
+    ".org": "org:read_org",
+    ".tex": "tex:read_tex",
+    ".adoc": "adoc:read_adoc",
+    ".asciidoc": "adoc:read_adoc",
+    ".vtt": "captions:read_captions",
+    ".srt": "captions:read_captions",
     ".log": "text:read_code",
 }
-KINDS = f"{' '.join(_READERS)}, and source code"
+KINDS = f"{' '.join(_READERS)}, source code, and text in files without a suffix"
 _READERS |= {f".{kind}": "text:read_code" for kind in _SOURCE_CODE.split()}
 SUFFIXES = tuple(_READERS)
+_TEXT_NAMES = (  # what stands before the first dot or hyphen, such as in Dockerfile.dev and LICENSE-2.0
+    "authors changelog changes codeowners containerfile contributing contributors copying dockerfile gemfile gnumakefile "
+    "install jenkinsfile justfile licence license maintainers makefile news notice procfile rakefile readme todo vagrantfile"
+)
+_TEMPLATES = (".example", ".sample", ".template", ".dist")  # files to copy, such as .env.example
+
+
+def kind_of(name: str) -> str | None:
+    """How a file is read, by its name: its suffix; "" for text without one; None if its kind is not read."""
+    path = PurePosixPath(name)
+    suffix = path.suffix.lower()
+    if suffix in _READERS:
+        return suffix
+    return "" if not suffix or suffix in _TEMPLATES or has_text_name(name) else None
+
+
+def has_text_name(name: str) -> bool:
+    """Whether files of this name are text by custom, such as Makefile and LICENSE."""
+    first = re.split(r"[.-]", PurePosixPath(name).name.lower(), maxsplit=1)[0]
+    return first in _TEXT_NAMES.split()
+
+
+def is_template(name: str) -> bool:
+    """Whether a file is there to be copied, such as .env.example, which is hidden but keeps no secrets."""
+    return name.lower().endswith(_TEMPLATES)
 
 
 def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
-    """The reader of files with this suffix (such as ".md", in any case), or None.
+    """The reader of files with this suffix (such as ".md", in any case; "" for text without one), or None.
 
     text_field: the field of JSONL records, and of rows of Parquet and Feather, that holds their text.
     """
-    name = _READERS.get(suffix.lower())
+    name = _READERS.get(suffix.lower()) if suffix else "text:read_unnamed"
     if name is None:
         return None
     options = {"text_field": text_field} if name.startswith(("jsonl:", "columns:")) else {}

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from blend_retrieval.readers.base import Fault, Part, Parts
-from blend_retrieval.readers.docx_text import MARK_END, MARK_START, Package, WordText
+from blend_retrieval.readers.docx_text import Package, WordText
 from blend_retrieval.readers.html import html_to_markdown
+from blend_retrieval.readers.numbered import numbered_markdown
 from blend_retrieval.readers.zipped import opened_zip
 
 _STYLES = "p[style-name='Title'] => h1:fresh\np.Title => h1:fresh"
@@ -18,9 +19,6 @@ _HARMLESS = re.compile(r"w:(?:perm(?:Start|End)|customXml\w+Range\w+|move\w+Rang
 _NO_LOSS = re.compile(
     r".* style with ID |Unsupported break type|unexpected non-|Image of type |Ignoring complex field "
 )
-_NUMBER = re.compile(f"(?:(?:[-*+]|\\d+[.)]) +)*{MARK_START}([^{MARK_END}]*){MARK_END} *")
-_ESCAPED_NUMBER = re.compile(r"^(\s*\w{1,4})\\([.)])", re.MULTILINE)
-_ESCAPED_BOX = re.compile(r"\\?\[([x ])\\?\]")
 
 
 def read_docx(data: bytes, title: str) -> Parts:
@@ -37,16 +35,9 @@ def read_docx(data: bytes, title: str) -> Parts:
     styles = "\n".join([_STYLES, *text.heading_styles()])
     result = mammoth.convert_to_html(io.BytesIO(prepared), convert_image=no_pictures, style_map=styles)
     heading, markdown = html_to_markdown(result.value)
-    document = Part("", _plain(heading) or title, _plain(markdown), "markdown")
+    document = Part("", numbered_markdown(heading) or title, numbered_markdown(markdown), "markdown")
     faults = list(_faults(message.message for message in result.messages))
     return [document, *text.faults(), *faults]
-
-
-def _plain(markdown: str) -> str:
-    """The Markdown with Word's numbers in the place of a list's own."""
-    numbered = _NUMBER.sub(lambda match: f"{match[1]} ".lstrip(), markdown)
-    boxed = _ESCAPED_BOX.sub(r"[\1]", numbered)
-    return _ESCAPED_NUMBER.sub(r"\1\2", boxed)
 
 
 def _faults(messages: Iterator[str]) -> Iterator[Fault]:

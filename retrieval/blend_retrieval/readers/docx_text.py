@@ -17,8 +17,8 @@ from xml.etree import ElementTree as ET
 from blend_retrieval.readers.base import Fault
 from blend_retrieval.readers.docx_formulas import MATH, linear
 from blend_retrieval.readers.docx_numbers import WORD, Numbers, is_on, value
+from blend_retrieval.readers.numbered import marked_number, without_marks
 
-MARK_START, MARK_END = "\ue9f0", "\ue9f1"  # around a number; for private use, in no document
 _WORD_2010 = "{http://schemas.microsoft.com/office/word/2010/wordml}"
 _COMPATIBLE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 _RELATION = "{http://schemas.openxmlformats.org/officeDocument/2006/relationships}id"
@@ -216,7 +216,7 @@ class WordText:
         self._rewrite_children(paragraph)
         if number is not None:
             place = 0 if properties is None else 1
-            paragraph.insert(place, _run(f"{MARK_START}{number}{MARK_END}"))
+            paragraph.insert(place, _run(marked_number(number)))
         return [paragraph]
 
     def _visible(self, run: ET.Element) -> Iterable[ET.Element]:
@@ -344,7 +344,7 @@ class WordText:
             if element.tag != f"{WORD}tbl":
                 lines = [_plain(element)]
             for line in lines:
-                text = line.replace(MARK_START, "").replace(MARK_END, " ")
+                text = without_marks(line)
                 if any(map(str.isalnum, text)) and not _is_page_number(text, element):
                     yield text
 

@@ -10,6 +10,10 @@ from blend_retrieval.headings import markdown_headings
 from blend_retrieval.readers.base import Part, Parts, notes
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[^\s])(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
+_BUILD_FILES = (
+    *("makefile", "gnumakefile", "dockerfile", "containerfile", "jenkinsfile", "vagrantfile", "gemfile", "rakefile"),
+    *("procfile", "justfile", ".env"),
+)
 _LONGEST_FRONT_MATTER = 1 << 16
 
 
@@ -24,6 +28,13 @@ def read_code(data: bytes, title: str) -> Parts:
     """Read source code or a log, whose comments and rulers are no headings."""
     parts = read_text(data, title)
     return [part._replace(markup="code") if isinstance(part, Part) else part for part in parts]
+
+
+def read_unnamed(data: bytes, title: str) -> Parts:
+    """Read text in a file without a suffix, titled by its name. Scripts and build files have comments, but no headings."""
+    parts = read_text(data, title)
+    is_code = data.startswith(b"#!") or title.lower().startswith(_BUILD_FILES)
+    return [part._replace(markup="code") if is_code and isinstance(part, Part) else part for part in parts]
 
 
 def read_markdown(data: bytes, title: str) -> Parts:
