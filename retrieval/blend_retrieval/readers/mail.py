@@ -186,7 +186,7 @@ def _read(attachment: MIMEPart, name: str) -> Parts:
 
     if attachment.get_content_maintype() == "message":
         return [Fault("", "is only named in the mail, or is a piece of it: it is not read")]
-    readers = (reader_for(suffix) for suffix in _suffixes(attachment, name))
+    readers = (reader_for(suffix) for suffix in _suffixes(attachment, name) if suffix)
     reader = next(filter(None, readers), None)
     if reader is None:
         return [_unread(attachment, name)]

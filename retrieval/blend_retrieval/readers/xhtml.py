@@ -28,8 +28,7 @@ _MARKUP = re.compile(
 _SUBSET = re.compile(r"(<!DOCTYPE[^\[>]*)\[(.*?)\]\s*>", re.DOTALL | re.IGNORECASE)
 _SUBSET_WITHIN = 1 << 15  # characters
 _ENTITY = re.compile(r"<!ENTITY\s+([\w.-]+)\s+(?:\"([^\"]*)\"|'([^']*)')\s*>")
-_LONGEST_SUBSET_WITHIN = 1 << 15  # characters
-_ENTITY = 1000  # characters; a longer one stays as it is
+_LONGEST_ENTITY = 1000  # characters; a longer one stays as it is
 _PREFIX = re.compile(r"xmlns:([\w.-]+)\s*=\s*[\"']([^\"']*)[\"']")
 
 
