@@ -164,7 +164,8 @@ class OdfHtml:
         elif not former and not goes_on:
             counter.restart(depth)
         self._last_lists[name] = counter
-        self._lists[element.get(_ID, "")] = counter
+        if name_of_list := element.get(_ID):
+            self._lists[name_of_list] = counter
         return counter
 
     def _item(self, item: ET.Element, counter: Counter, depth: int) -> str:

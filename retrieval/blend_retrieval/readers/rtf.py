@@ -220,7 +220,7 @@ class _Reader:
             elif brace and self._stack:
                 self._close()
         self._flush_bytes()
-        if place < len(data.rstrip()) or len(self._stack) > 1:
+        if place < len(data.rstrip()) or self._stack:
             self._notes["is damaged at its end"] = None
 
     def _open(self) -> None:
