@@ -143,6 +143,8 @@ def test_lists_keep_their_numbers(lists, lines):
             "<p role=checkbox aria-checked=true>Paid</p><p role=radio aria-checked=false>Free</p>",
             "[x] Paid\n\n[ ] Free",
         ),
+        ("<ul><li role=option aria-selected=true>north<li role=option>south</ul>", "- [x] north\n- south"),
+        ("<button aria-pressed=false>Mute</button>", "[ ] Mute"),
         ("<p>Pier <select><option>north<option selected>south</select></p>", "Pier south"),
         ("<p>Pier <select><option selected>north<option selected>south</select></p>", "Pier south"),
         ("<p>Pier <select><option>north<option>south<option>east</select></p>", "Pier north (or: south, east)"),

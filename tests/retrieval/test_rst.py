@@ -198,10 +198,20 @@ def test_headings_in_a_directive_stand_below_those_around_it():
     assert headings == ["# Guide", "## Fees", "### Boats", "## Rules"]
 
 
-def test_a_directive_with_one_colon_is_kept():
-    text, skipped = read("Fees.\n\n.. note: It is 31.\n\n.. Note: a comment\n\n.. todo: one, too")
-    assert text == f"Fees.\n\n{code('note: It is 31.')}"
-    assert skipped == {".. note:": "is a comment: a directive has two colons"}
+@pytest.mark.parametrize(
+    ("mistake", "place"),
+    [
+        ("note: It is 31.", "note:"),
+        ("code-block::python\n\n   x = 31", "code-block::"),
+        ("deprecated: 3.1", "deprecated:"),
+    ],
+)
+def test_a_directive_that_is_mistaken_for_a_comment_is_kept(mistake, place):
+    text, skipped = read(f"Fees.\n\n.. {mistake}\n\n.. Note: a comment\n\n.. todo: one, too")
+    assert text.split("\n\n", 1) == ["Fees.", code(mistake.replace("   ", ""))]
+    assert skipped == {
+        f".. {place}": "makes a comment, not a directive: that has two colons and a blank behind its name"
+    }
 
 
 def test_a_row_whose_first_cell_is_blank_is_kept():

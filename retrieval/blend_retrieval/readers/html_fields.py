@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser, LexborNode
 
-_FIELDS = "input, select, textarea, progress, meter, [role=checkbox], [role=radio], [role=switch]"
+_ROLES = "[role=checkbox], [role=radio], [role=switch], [role=option], [aria-pressed]"
+_FIELDS = f"input, select, textarea, progress, meter, {_ROLES}"
 _BOXES = ("checkbox", "radio")
 _UNTYPED = ("hidden", "submit", "button", "reset", "image", "password")
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
@@ -103,7 +104,9 @@ def _bar(field: LexborNode) -> str:
 
 def _tick(field: LexborNode) -> None:
     """Open an element that plays a box with its state."""
-    tick = _TICKS.get(field.attributes.get("aria-checked") or "")
+    attributes = field.attributes
+    states = (attributes.get(name) for name in ("aria-checked", "aria-selected", "aria-pressed"))
+    tick = next((_TICKS[state] for state in states if state in _TICKS), None)
     if tick is None:
         return
     first = field.first_child

@@ -27,9 +27,10 @@ _SETTINGS: dict[str, Any] = {
     "_disable_config": True,
 }
 _WARNING = 2  # a level of docutils' messages: from it on they may stand for lost text
+_AS_A_COMMENT = "makes a comment, not a directive: that has two colons and a blank behind its name"
 _AS_IT_STANDS = "cannot be read by docutils, and is taken as it stands"
 _GENERATED = re.compile(r"\s*\.\.\s+(?:contents|sectnum|section-numbering)\s*::")  # what docutils makes of headings
-_DIRECTIVE_OF_ONE_COLON = re.compile(r"[a-z][\w-]*:\s")
+_MISTAKEN = re.compile(r"([a-z][\w-]*)(?::(?=\s)|::(?=\S))")
 
 
 def read_rst(data: bytes, title: str) -> Parts:
@@ -143,16 +144,15 @@ def _keep_source(document: Any, message: Any) -> None:
 
 
 def _keep_mistaken(document: Any, comment: Any) -> None:
-    """Keep a comment that is a directive with one colon."""
+    """Keep a comment that is a directive with one colon, or without the blank behind its colons."""
     from docutils import nodes
-    from docutils.parsers.rst import languages
 
-    from blend_retrieval.readers.rst_directives import unread_places
+    from blend_retrieval.readers.rst_directives import is_directive, unread_places
 
     words = comment.astext()
-    name = words.partition(":")[0]
-    if _DIRECTIVE_OF_ONE_COLON.match(words) and name in languages.get_language("en").directives:
-        unread_places(document).append(Fault(f".. {name}:", "is a comment: a directive has two colons", 0))
+    mistaken = _MISTAKEN.match(words)
+    if mistaken is not None and is_directive(mistaken[1]):
+        unread_places(document).append(Fault(f".. {mistaken[0]}", _AS_A_COMMENT, 0))
         comment.replace_self(nodes.literal_block(words, words))
 
 

@@ -106,6 +106,13 @@ def register_directives(text: str) -> None:
             directives.register_directive(name, type(directive.__name__, (Lenient, directive), members))
 
 
+def is_directive(name: str) -> bool:
+    """Whether docutils or Sphinx has a directive of this name."""
+    return (
+        name in languages.get_language("en").directives or name in _VERSIONS or name in _TAKEN_IN or name == "seealso"
+    )
+
+
 def unread_places(document: Any) -> list[Fault]:
     """What was not read of a document so far."""
     places: list[Fault] = document.__dict__.setdefault("unread_places", [])
