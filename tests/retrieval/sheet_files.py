@@ -18,16 +18,16 @@ def _relations(**targets):
     return f'<Relationships xmlns="{_PACKAGE}">{"".join(lines)}</Relationships>'
 
 
-def xlsx(sheet, strings="", styles="", strict=False, kind="worksheet", more=None, sheet_relations=None):
+def xlsx(sheet, strings="", styles="", properties="", strict=False, kind="worksheet", more=None, sheet_relations=None):
     """A workbook with one sheet, "Fees", whose content is this XML.
 
-    more: other files. sheet_relations: of the sheet, by id.
+    properties: of the workbook, as XML. more: other files. sheet_relations: of the sheet, by id.
     """
     namespace = _STRICT if strict else _MAIN
     files = {
         "_rels/.rels": _relations(r1=("officeDocument", "/xl/workbook.xml")),
         "xl/workbook.xml": (
-            f'<workbook xmlns="{namespace}" xmlns:r="{_TYPES}"><sheets><sheet name="Fees" sheetId="1" r:id="r1"/>'
+            f'<workbook xmlns="{namespace}" xmlns:r="{_TYPES}">{properties}<sheets><sheet name="Fees" sheetId="1" r:id="r1"/>'
             "</sheets></workbook>"
         ),
         "xl/_rels/workbook.xml.rels": _relations(

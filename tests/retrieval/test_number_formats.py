@@ -88,6 +88,9 @@ CASES = {
         (DAY, "ddd, d-mmm-yyyy", "Sun, 3-May-2020"),
         (DAY, "[$-407]dddd, d. mmmm yyyy", "Sonntag, 3. Mai 2020"),
         (DAY, 'yyyy"-W"', "2020-W"),
+        (DAY, '[$-411]ggge"年"m"月"d"日"', "2020年5月3日"),
+        (DAY, '[$-411]gggyy"年"', "2020年"),
+        (DAY, "d/m/bbbb", "3/5/2563"),
         (DAY, "yyyy\\-mm\\-dd\\Thh:mm:ss", "2020-05-03T14:30:00"),
         (DAY, "mm-dd-yy", "2020-05-03"),  # the file leaves this format to the reader's country
         (dt.time(7, 5, 30), "h:mm", "7:05"),

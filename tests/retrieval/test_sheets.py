@@ -245,8 +245,13 @@ def test_workbooks_of_any_program(strict):
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (xlsx("<sheetData><row"), "is damaged"),
-        (xlsx("<sheetData><row r='1'><c r='?'><v>1</v></c></row></sheetData>"), "is damaged"),
+        (xlsx("<sheetData><row"), "is damaged: it is not read to its end"),
+        (xlsx("<sheetData><row><c r='?'><v>1</v></c></row></sheetData>"), "is damaged: it is not read to its end"),
+        (xlsx("<sheetData><row><c t='s'><v>9</v></c></row></sheetData>"), "is damaged: it is not read to its end"),
+        (
+            xlsx("", sheet_relations={"r1": ("comments", "c.xml")}),
+            "is damaged: xl/worksheets/c.xml is missing or no XML",
+        ),
         (xlsx("", kind="dialogsheet"), "is a dialog, which is not read"),
     ],
 )
@@ -256,8 +261,28 @@ def test_a_sheet_that_cannot_be_read_is_named(data, reason):
 
 
 def test_a_workbook_is_read_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("blend_retrieval.readers.xlsx.MOST_CELLS", 9)
-    rows = [["Pier", "Fee"], ["A", 31], ["B", 12]]
-    text, named = read(workbook(rows, lambda book, _: book.copy_worksheet(book.active)))
-    assert grid(text) == [["Pier", "Fee"], ["A", "31"], ["B", "12"], ["Pier", "Fee"]]
-    assert named == {"sheet Fees Copy": "has more than the 9 cells that are read"}
+    def change(book, sheet):
+        book.copy_worksheet(sheet)
+        book.copy_worksheet(sheet)
+
+    monkeypatch.setattr("blend_retrieval.readers.xlsx.MOST_CELLS", 15)
+    text, named = read(workbook([["Pier", "Fee"], ["A", 31], ["B", 12]], change))
+    assert grid(text) == [["Pier", "Fee"], ["A", "31"], ["B", "12"]] * 2 + [["Pier", "Fee"]]
+    assert named == {"sheet Fees Copy1": "has more than the 15 cells that are read"}
+
+
+def test_dates_in_iso_8601_and_rows_without_height():
+    styles = "<numFmts><numFmt numFmtId='200' formatCode='d.m.yyyy'/></numFmts><cellXfs><xf numFmtId='200'/></cellXfs>"
+    cells = "<row r='1' ht='0' customHeight='1'><c t='d' s='0'><v>2020-05-03</v></c><c t='d'><v>soon</v></c></row>"
+    data = xlsx(f"<sheetData>{cells}</sheetData>", styles=styles, properties="<workbookPr date1904='1'/>")
+    text, named = read(data)
+    assert grid(text) == [["3.5.2020", "soon"]]
+    assert named == {"sheet Fees: row 1": "is hidden, but read"}
+
+
+def test_a_merged_cell_beside_others_covers_its_columns():
+    text, _ = read(workbook([["Boat", None, "Fee"], ["Orm", "blue", 31]], lambda _, sheet: sheet.merge_cells("A1:B1")))
+    assert grid(text) == [["Boat", "Boat", "Fee"], ["Orm", "blue", "31"]]
+    rows = [[None, "Fee", None], ["Pier", "summer", "winter"], ["A", 31, 12]]
+    text, _ = read(workbook(rows, lambda _, sheet: sheet.merge_cells("B1:C1")))
+    assert grid(text)[:2] == [["", "Fee", "Fee"], ["Pier", "summer", "winter"]]

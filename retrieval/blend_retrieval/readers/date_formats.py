@@ -94,6 +94,7 @@ def _moment(seconds: Decimal) -> _Moment:
 
 def _shown(tokens: Sequence[Token], moment: _Moment, locale: int) -> str:
     has_noon = any(token.kind == "ampm" for token in tokens)
+    has_era = any(token.kind == "date" and token.text[0] in "gG" for token in tokens)
     pieces = []
     for place, token in enumerate(tokens):
         code = token.text.lower()
@@ -108,6 +109,8 @@ def _shown(tokens: Sequence[Token], moment: _Moment, locale: int) -> str:
             pieces.append(token.text)
         elif code[0] == "m" and len(code) <= 2 and _is_minutes(tokens, place):
             pieces.append(f"{moment.minute:0{len(code)}d}")
+        elif code[0] in "ye" and has_era:  # years of eras are shown as those of the common calendar
+            pieces.append(f"{moment.year:04d}")
         elif code[0] in "hs":
             pieces.append(_time(code, moment, has_noon))
         else:
@@ -151,7 +154,7 @@ def _day(code: str, moment: _Moment, locale: int) -> str:
     if letter == "b":
         year = moment.year + _BUDDHIST_YEARS
         return f"{year % 100:02d}" if size <= 2 else f"{year:04d}"
-    if letter == "g":  # of eras, whose years are shown as those of the common calendar
+    if letter == "g":
         return ""
     names = calendar_names(locale)
     if letter == "m":

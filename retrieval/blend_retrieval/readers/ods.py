@@ -174,7 +174,7 @@ class _Workbook:
                 continue
             repeats = _number(element, "number-columns-repeated")
             text = self._text(sheet, element, cell_name(row, column))
-            if text and local_name(element) == "table-cell":
+            if text:
                 if self._cells + len(cells) + repeats > MOST_CELLS:
                     raise TooManyCells
                 cells.update(dict.fromkeys(range(column, column + repeats), text))

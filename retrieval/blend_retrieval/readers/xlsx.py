@@ -91,8 +91,10 @@ class _Workbook:
                 self._read_sheet(sheet, relation.target)
             except TooManyCells:
                 faults.append(Fault(f"sheet {name}", f"has more than the {MOST_CELLS:,} cells that are read"))
-            except (KeyError, ET.ParseError):
-                faults.append(Fault(f"sheet {name}", "is damaged"))
+            except UnreadableError as error:  # of a part that lies on the cells
+                faults.append(Fault(f"sheet {name}", str(error)))
+            except (KeyError, IndexError, ValueError, ET.ParseError):
+                faults.append(Fault(f"sheet {name}", "is damaged: it is not read to its end"))
         return workbook_parts(title, sheets, faults)
 
     def _read_sheet(self, sheet: Sheet, path: str) -> None:
