@@ -51,6 +51,25 @@ def test_slides():
     assert text == "## Fees\n\nIn crowns.\n\n| Harbour | Fee |\n| --- | --- |\n| Orm | 31 |\n\nSay it twice."
 
 
+def test_merged_cells_of_slides():
+    from pptx import Presentation
+    from pptx.util import Inches
+
+    deck = Presentation()
+    shapes = deck.slides.add_slide(deck.slide_layouts[6]).shapes
+    table = shapes.add_table(4, 3, Inches(1), Inches(1), Inches(4), Inches(1)).table
+    for place, text in enumerate(["Zone", "Fee", "", "", "summer", "winter", "North", "31", "12", "", "30", "11"]):
+        table.cell(place // 3, place % 3).text = text
+    for first, last in [((0, 0), (1, 0)), ((0, 1), (0, 2)), ((2, 0), (3, 0))]:
+        table.cell(*first).merge(table.cell(*last))
+    data = io.BytesIO()
+    deck.save(data)
+    assert read("fees.pptx", data.getvalue()).text.splitlines() == [
+        *("| Zone | Fee | Fee |", "| Zone | summer | winter |", "| --- | --- | --- |"),
+        *("| North | 31 | 12 |", "| North | 30 | 11 |"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from blend_retrieval.readers.base import Fault, Part, Parts
+from blend_retrieval.readers.sheets import Area, Sheet
 from blend_retrieval.readers.tables import markdown_table
 from blend_retrieval.readers.zipped import opened_zip
 
@@ -70,12 +71,25 @@ def _shape(shape: Any) -> Iterator[str]:
         for inner in shape.shapes:
             yield from _shape(inner)
     elif getattr(shape, "has_table", False):
-        yield markdown_table([cell.text for cell in row.cells] for row in shape.table.rows)
+        yield _table(shape.table)
     elif getattr(shape, "has_chart", False):
         yield markdown_table(_chart_rows(shape.chart))
     elif shape.has_text_frame:
         lines = [paragraph.text for paragraph in shape.text_frame.paragraphs]
         yield "\n".join(line for line in lines if line.strip())
+
+
+def _table(table: Any) -> str:
+    """A table of a slide; a merged cell stands in each row and column that it covers."""
+    sheet = Sheet("")
+    for number, row in enumerate(table.rows):
+        cells = list(row.cells)
+        sheet.rows[number] = {column: cell.text for column, cell in enumerate(cells) if not cell.is_spanned}
+        for column, cell in enumerate(cells):
+            if cell.is_merge_origin:
+                area = Area(number, column, number + cell.span_height - 1, column + cell.span_width - 1)
+                sheet.merged.append(area)
+    return sheet.tables()
 
 
 def _chart_rows(chart: Any) -> Iterator[Sequence[str]]:

@@ -62,10 +62,14 @@ class Sheet:
 
     def markdown(self) -> str:
         """The sheet as a section, or "" if it is blank."""
-        body = sheet_markdown(self._filled_rows())
+        body = self.tables()
         texts = map(paragraph, self.texts)
         content = "\n\n".join(filter(None, [body, *texts]))
         return f"# {table_cell(self.name)}\n\n{content}" if content else ""
+
+    def tables(self) -> str:
+        """The cells as Markdown tables, with their captions."""
+        return sheet_markdown(self._filled_rows())
 
     def _filled_rows(self) -> Iterator[Row]:
         """The rows, a merged cell's text in each row and column that it covers and that has other cells."""
