@@ -17,7 +17,7 @@ class CorpusProfile(NamedTuple):
     Attributes:
         documents: the number of each chunk's document, `[chunks]`. Documents are numbered as they come.
         sample: rows of chunks, about as many of each document.
-        similarity: of chunks of different documents, on average; 1 if there is one document.
+        similarity: of chunks of different documents, on average; of all chunks if there is one document.
     """
 
     documents: Integers
@@ -40,14 +40,16 @@ def profile_of(chunks: Sequence[Chunk], vectors: Floats) -> CorpusProfile:
     for start, stop in zip(starts[chosen], starts[chosen + 1], strict=True):
         places = np.linspace(start, stop - 1, quota, dtype=np.int64)
         samples.append(by_document[np.unique(places)])
-    means = np.array([vectors[sample].mean(axis=0) for sample in samples])
-    return CorpusProfile(documents, np.concatenate(samples), _similarity_between(means))
+    sample = np.concatenate(samples)
+    means = np.array([vectors[rows].mean(axis=0) for rows in samples])
+    compared = means if len(means) > 1 else vectors[sample]
+    return CorpusProfile(documents, sample, _similarity_between(compared))
 
 
-def _similarity_between(means: Floats) -> float:
-    """The average inner product of the mean vectors of different documents, `[documents, dimension]`."""
-    count = len(means)
+def _similarity_between(vectors: Floats) -> float:
+    """The average inner product of two different vectors, of `[vectors, dimension]`; 1 if there is one."""
+    count = len(vectors)
     if count == 1:
         return 1.0
-    total = means.sum(axis=0)
-    return float((total @ total - (means * means).sum()) / (count * (count - 1)))
+    total = vectors.sum(axis=0)
+    return float((total @ total - (vectors * vectors).sum()) / (count * (count - 1)))
