@@ -23,7 +23,7 @@ def read(body, head=HEAD):
         (r"10\up6 6\up0 x {\strike 98} 31", "10^6^x ~~98~~ 31"),
         (
             r"\u220?ber na\'efve \ldblquote q\rdblquote  \u-10179?\u-8704? a\_b\~c\{d\}\\e",
-            "Über naïve “q” 😀 a-b c{d}\\\\e",
+            "Über naïve “q” 😀 a-b c{d}\\e",
         ),
         (r"\uc2\u8364\'80\'80 5 \uc0\u8364 6", "€ 5 €6"),
         (r"{\f1 \'cf\'f0\'e8\'e2\'e5\'f2} {\f3 \'93\'fa\'96\'7b} {\f2 \'61}", "Привет 日本 α"),

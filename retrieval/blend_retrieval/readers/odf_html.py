@@ -24,10 +24,21 @@ _CREATOR = "{http://purl.org/dc/elements/1.1/}creator"
 _HEADING_LEVELS = 6
 _MOST_REPEATS = 1000  # of a cell or row that holds text
 _SILENT = (
-    *(f"{TEXT}{name}" for name in ("page-number", "page-count", "soft-page-break", "number", "note-citation")),
-    *(f"{TEXT}{name}" for name in ("sequence-decls", "variable-decls", "user-field-decls", "alphabetical-index-mark")),
-    *(f"{OFFICE}{name}" for name in ("forms", "annotation-end", "event-listeners", "scripts")),
-    *(f"{_SVG}{name}" for name in ("title", "desc")),
+    f"{TEXT}page-number",
+    f"{TEXT}page-count",
+    f"{TEXT}soft-page-break",
+    f"{TEXT}number",
+    f"{TEXT}note-citation",
+    f"{TEXT}sequence-decls",
+    f"{TEXT}variable-decls",
+    f"{TEXT}user-field-decls",
+    f"{TEXT}alphabetical-index-mark",
+    f"{OFFICE}forms",
+    f"{OFFICE}annotation-end",
+    f"{OFFICE}event-listeners",
+    f"{OFFICE}scripts",
+    f"{_SVG}title",
+    f"{_SVG}desc",
 )
 _INDEX_SOURCES = "-source"
 
