@@ -30,7 +30,7 @@ def read(html):
         ("<math><msqrt><mi>x</mi><mo>+</mo><mn>1</mn></msqrt></math>", "√(x+1)"),
         ("<math><mroot><mn>8</mn><mn>3</mn></mroot></math>", "8^(1/3)"),
         ("<math><mtable><mtr><mtd>1</mtd><mtd>2</mtd></mtr><mtr><mtd>3</mtd></mtr></mtable></math>", "[1, 2; 3]"),
-        ("<math><mfenced><mi>a</mi><mn>1</mn></mfenced></math>", "(a,1)"),
+        ("<math><mfenced><mi>a</mi><mn>1</mn><mi>b</mi></mfenced></math>", "(a,1,b)"),
         (
             "<math><mi>x</mi><mo>∈</mo><mfenced open='[' close='[' separators=';'><mn>0</mn><mn>1</mn></mfenced></math>",
             "x∈[0;1[",

@@ -287,14 +287,11 @@ def test_forwarded_mails_and_reports_of_servers():
 
 
 def test_headers_that_come_twice_or_broken():
-    documents, skipped = load_bytes(
-        "a.eml", b"To: a@orm.example\nTo: b@orm.example\nDate: someday\nCc: =?utf-8?q?J=C3=A6?= <>\n\nHi."
-    )
+    data = b"To: a@orm.example\nTo: b@orm.example\nDate: someday\nCc: =?utf-8?q?J=C3=A6?= <>\nFrom: J\xf8rn\n"
+    body = b"Content-Type: text/plain; charset=iso-8859-1\n\nHi."
+    documents, skipped = load_bytes("a.eml", data + body)
     assert not skipped
-    assert documents[0].text.splitlines() == [
-        "To: a@orm.example, b@orm.example",
-        "Cc: Jæ <>",
-        "Date: someday",
-        "",
-        "Hi.",
-    ]
+    lines = ["From: Jørn", "To: a@orm.example, b@orm.example", "Cc: Jæ <>", "Date: someday", "", "Hi."]
+    assert documents[0].text.splitlines() == lines
+    _, (skipped,) = load_bytes("a.eml", data + b"\nHi.")
+    assert (skipped.source, skipped.reason) == ("a.eml header From", "holds bytes of no known encoding")

@@ -107,6 +107,7 @@ def test_directives_of_docutils_with_any_option(name, options, content, blocks):
         ("made-up-thing:: *a*", ["how: 7"], "* b", ["Made up thing: *a*", "How: 7", "- b"]),
         ("code-tab:: py", [], "x = *a\n  y", ["Code tab: py", code("x = *a\n  y")]),
         ("grid:: 1 2", ["gutter: 2"], "Card.", ["Card."]),
+        ("py:method:: stop()", ["async:", "deprecated:"], "", ["Method stop()", "Async", "Deprecated"]),
         ("tabularcolumns:: |l|r|", [], "", [""]),
     ],
 )

@@ -20,6 +20,7 @@ _SIGNATURES = ("application/pgp-signature", "application/pkcs7-signature", "appl
 _OUTLOOK = ("application/ms-tnef", "application/vnd.ms-tnef")
 _MESSAGES = ("message/rfc822", "message/global")
 _REPORTS = ("message/delivery-status", "message/disposition-notification", "message/feedback-report")
+_UNKNOWN = "\ufffd"
 _UNREAD = {
     "image": "is a picture, which is not read",
     "audio": "is a recording, which is not read",
@@ -48,7 +49,12 @@ def _mail(mail: MIMEPart, title: str) -> Parts:
     text = "\n\n".join(part.text.strip("\r\n") for part in content.texts if part.text.strip())
     whole = "\n".join([*headers, "", text])
     letter = Part("", _header(mail, "Subject") or title, whole, "plain")
-    parts: Parts = [letter, *content.faults]
+    broken = [name for name in (*_HEADERS, "Subject") if _UNKNOWN in _header(mail, name)]
+    parts: Parts = [
+        letter,
+        *(Fault(f"header {name}", "holds bytes of no known encoding", 0) for name in broken),
+        *content.faults,
+    ]
     names: set[str] = set()
     for number, attachment in enumerate(content.attachments, 1):
         name = _free_name(attachment.get_filename() or f"attachment {number}", names)
@@ -58,13 +64,14 @@ def _mail(mail: MIMEPart, title: str) -> Parts:
 
 def _header(mail: MIMEPart, name: str) -> str:
     """A header's value, of all headers of this name. One that cannot be parsed comes as it is."""
-    values = [_value(name, str(value)) for key, value in mail.raw_items() if key.lower() == name.lower()]
+    charset = next(filter(None, (part.get_content_charset() for part in mail.walk())), "")
+    values = [_value(name, str(value), charset) for key, value in mail.raw_items() if key.lower() == name.lower()]
     return ", ".join(" ".join(value.split()) for value in values if value.strip())
 
 
-def _value(name: str, source: str) -> str:
+def _value(name: str, source: str, charset: str) -> str:
     with suppress(UnicodeError, DecodingError):  # bytes outside ASCII, which no standard allows
-        source = decode(source.encode("ascii", "surrogateescape")).text
+        source = decode(source.encode("ascii", "surrogateescape"), charset).text
     try:
         return str(policy.default.header_factory(name, source))
     except Exception:  # the parser of headers raises any error
