@@ -65,6 +65,12 @@ def test_lists_go_on_nest_and_start_anew():
     assert reasons == []
 
 
+def test_titles_by_their_style():
+    own = '<style:style style:name="P1" style:family="paragraph" style:parent-style-name="Title"/>'
+    lines, _ = read('<text:p text:style-name="P1">Rules</text:p><text:p>Text.</text:p>', automatic=own)
+    assert lines == ["# Rules", "Text."]
+
+
 def test_headings_are_numbered():
     outline = f"<text:outline-style>{level(1, 'I', kind='outline-level-style')}"
     outline += level(2, "1", "", 'text:display-levels="2"', "outline-level-style") + "</text:outline-style>"

@@ -17,7 +17,7 @@ _STYLES = "p[style-name='Title'] => h1:fresh\np.Title => h1:fresh"
 _IGNORED = "An unrecognised element was ignored: "
 _HARMLESS = re.compile(r"w:(?:perm(?:Start|End)|customXml\w+Range\w+|move\w+Range\w+|tblPrEx|\w+Pr)|\{.*")
 _NO_LOSS = re.compile(
-    r".* style with ID |Unsupported break type|unexpected non-|Image of type |Ignoring complex field "
+    r".* style with ID |Unrecognised \w+ style|Unsupported break type|unexpected non-|Image of type |Ignoring complex field "
 )
 
 

@@ -44,10 +44,14 @@ _INDEX_SOURCES = "-source"
 
 
 class Styles(NamedTuple):
-    """What styles of characters say that changes a text's meaning, by the style's name: the tags around it; None if hidden."""
+    """What styles say that changes a text's meaning.
+
+    tags: those around text in a style, by its name; None if it is hidden. titles: the styles of a document's title.
+    """
 
     tags: dict[str, tuple[str, ...] | None]
     lists: dict[str, Levels]
+    titles: set[str]
 
 
 def styles_of(*roots: ET.Element | None) -> Styles:
@@ -58,7 +62,16 @@ def styles_of(*roots: ET.Element | None) -> Styles:
             properties = style.find(f"{STYLE}text-properties")
             if properties is not None:
                 tags[style.get(f"{STYLE}name", "")] = _tags(properties)
-    return Styles(tags, list_styles(*roots))
+    return Styles(tags, list_styles(*roots), _titles(roots))
+
+
+def _titles(roots: Iterable[ET.Element | None]) -> set[str]:
+    titles = {"Title"}
+    for root in roots:
+        for style in root.iter(f"{STYLE}style") if root is not None else ():
+            if style.get(f"{STYLE}parent-style-name") in titles:
+                titles.add(style.get(f"{STYLE}name", ""))
+    return titles
 
 
 def _tags(properties: ET.Element) -> tuple[str, ...] | None:
@@ -90,7 +103,7 @@ class OdfHtml:
         self.notes: dict[str, None] = {}
         self._writers: dict[str, Callable[[ET.Element], str]] = {
             f"{TEXT}h": self._heading,
-            f"{TEXT}p": lambda element: f"<p>{self._styled(element)}</p>",
+            f"{TEXT}p": self._paragraph,
             f"{TEXT}span": self._styled,
             f"{TEXT}s": lambda element: " " * int(element.get(f"{TEXT}c", "1")),
             f"{TEXT}tab": lambda element: " ",
@@ -145,6 +158,10 @@ class OdfHtml:
             inner = f"<{tag}>{inner}</{tag}>"
         return inner
 
+    def _paragraph(self, element: ET.Element) -> str:
+        tag = "h1" if element.get(f"{TEXT}style-name") in self._styles.titles else "p"
+        return f"<{tag}>{self._styled(element)}</{tag}>"
+
     def _heading(self, element: ET.Element) -> str:
         depth = max(1, int(element.get(f"{TEXT}outline-level", "1")))
         stored = element.find(f"{TEXT}number")
@@ -189,12 +206,8 @@ class OdfHtml:
         for child in item:
             text = self._write(child)
             if child is paragraph:
-                opening, separator, inner = text.partition(">")
-                text = (
-                    f"{opening}{separator}{mark}{inner}"
-                    if child.tag == f"{TEXT}h"
-                    else f"{mark}{inner.removesuffix('</p>')}"
-                )
+                opening, _, inner = text.partition(">")
+                text = f"{mark}{inner.removesuffix('</p>')}" if opening == "<p" else f"{opening}>{mark}{inner}"
             texts.append(text)
         content = "".join(texts)
         return content if paragraph is None and content.startswith("<ul>") else f"<li>{content}</li>"
