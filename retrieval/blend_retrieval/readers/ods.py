@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from blend_retrieval.readers.base import Fault, Parts, UnreadableError
 from blend_retrieval.readers.number_formats import general
-from blend_retrieval.readers.office_package import local_name
 from blend_retrieval.readers.sheets import (
     MOST_CELLS,
     Area,
@@ -22,6 +21,7 @@ from blend_retrieval.readers.sheets import (
     with_note,
     workbook_parts,
 )
+from blend_retrieval.readers.xml_elements import attribute, children, each, local_name
 from blend_retrieval.readers.zipped import opened_zip
 
 _CELLS = ("table-cell", "covered-table-cell")
@@ -70,57 +70,47 @@ def _parsed(data: bytes) -> ET.Element:
 
 
 def _parts(content: ET.Element, styles: ET.Element, title: str) -> Parts:
-    spreadsheet = next(_each(content, "spreadsheet"), None)
+    spreadsheet = next(each(content, "spreadsheet"), None)
     if spreadsheet is None:
         raise UnreadableError("is no spreadsheet")
     return _Workbook(_marks(content), styles).parts(spreadsheet, title)
 
 
-def _each(root: ET.Element, name: str) -> Iterator[ET.Element]:
-    return (element for element in root.iter() if local_name(element) == name)
-
-
-def _attribute(element: ET.Element, name: str) -> str:
-    return next((value for key, value in element.items() if key.rpartition("}")[2] == name), "")
-
-
 def _number(element: ET.Element, name: str) -> int:
-    return int(_attribute(element, name) or 1)
+    return int(attribute(element, name) or 1)
 
 
 def _marks(root: ET.Element) -> dict[str, _Marks]:
     """The marks of each style of texts, cells and sheets."""
     marks = {}
-    for style in _each(root, "style"):
+    for style in each(root, "style"):
         sign = ""
         is_hidden = False
         for properties in style:
-            position = _attribute(properties, "text-position")
+            position = attribute(properties, "text-position")
             if position.startswith(("sub", "-")):
                 sign = "~"
             elif position and not position.startswith("0"):
                 sign = "^"
-            if _attribute(properties, "text-line-through-style") not in ("", "none"):
+            if attribute(properties, "text-line-through-style") not in ("", "none"):
                 sign = "~~"
-            is_hidden = is_hidden or _attribute(properties, "display") == "false"
-        marks[_attribute(style, "name")] = _Marks(sign, is_hidden, _attribute(style, "master-page-name"))
+            is_hidden = is_hidden or attribute(properties, "display") == "false"
+        marks[attribute(style, "name")] = _Marks(sign, is_hidden, attribute(style, "master-page-name"))
     return marks
 
 
 class _Workbook:
     def __init__(self, marks: dict[str, _Marks], styles: ET.Element) -> None:
         self._marks = marks
-        self._pages = {_attribute(page, "name"): page for page in _each(styles, "master-page")}
+        self._pages = {attribute(page, "name"): page for page in each(styles, "master-page")}
         self._cells = 0
 
     def parts(self, spreadsheet: ET.Element, title: str) -> Parts:
         """The workbook as a document, and what was not read of it."""
         sheets: list[Sheet] = []
         faults: list[Fault] = []
-        for table in spreadsheet:
-            if local_name(table) != "table":
-                continue  # such as tracked changes, which hold what was deleted
-            name = _attribute(table, "name")
+        for table in children(spreadsheet, "table"):  # tracked changes hold what was deleted
+            name = attribute(table, "name")
             if self._marks_of(table).is_hidden:
                 faults.append(Fault(f"sheet {name}", "is hidden"))
                 continue
@@ -134,14 +124,14 @@ class _Workbook:
         return workbook_parts(title, sheets, faults)
 
     def _marks_of(self, element: ET.Element) -> _Marks:
-        return self._marks.get(_attribute(element, "style-name"), _Marks())
+        return self._marks.get(attribute(element, "style-name"), _Marks())
 
     def _headers(self, page: str) -> Iterator[str]:
         """The words of a page's headers and footers, without what each page fills in."""
         for area in self._pages.get(page, ()):
-            if _attribute(area, "display") != "false":
-                for paragraph in _each(area, "p"):
-                    is_numbered = any(True for _ in _each(paragraph, "page-number"))
+            if attribute(area, "display") != "false":
+                for paragraph in each(area, "p"):
+                    is_numbered = next(each(paragraph, "page-number"), None) is not None
                     yield header_words(self._inline(paragraph, _FILLED_IN), is_numbered)
 
     def _read_table(self, sheet: Sheet, table: ET.Element) -> None:
@@ -154,11 +144,10 @@ class _Workbook:
                 self._cells += len(cells)
                 if self._cells > MOST_CELLS:
                     raise TooManyCells
-                if _attribute(element, "visibility") in ("collapse", "filter"):
+                if attribute(element, "visibility") in ("collapse", "filter"):
                     sheet.name_place(_HIDDEN, f"row {number + 1}")
             row += repeats
-        filled = set().union(*sheet.rows.values()) if sheet.rows else set()
-        for column in sorted(_hidden_columns(table, filled)):
+        for column in sorted(_hidden_columns(table, sheet.columns())):
             sheet.name_place(_HIDDEN, f"column {column_letters(column)}")
         for child in table:
             if local_name(child) == "shapes":
@@ -169,9 +158,7 @@ class _Workbook:
     def _cells_of(self, sheet: Sheet, row_element: ET.Element, row: int) -> dict[int, str]:
         cells: dict[int, str] = {}
         column = 0
-        for element in row_element:
-            if local_name(element) not in _CELLS:
-                continue
+        for element in children(row_element, *_CELLS):
             repeats = _number(element, "number-columns-repeated")
             text = self._text(sheet, element, cell_name(row, column))
             if text:
@@ -187,23 +174,23 @@ class _Workbook:
 
     def _text(self, sheet: Sheet, cell: ET.Element, place: str) -> str:
         """The text of a cell, with its note."""
-        paragraphs = [self._inline(child) for child in cell if local_name(child) in ("p", "h")]
+        paragraphs = [self._inline(child) for child in children(cell, "p", "h")]
         text = "\n".join(paragraphs)
-        value = next((_attribute(cell, name) for name in _VALUES if _attribute(cell, name)), "")
+        value = next((attribute(cell, name) for name in _VALUES if attribute(cell, name)), "")
         if not text.strip() and value:
-            if paragraphs and _attribute(cell, "value-type") != "string":
+            if paragraphs and attribute(cell, "value-type") != "string":
                 sheet.name_place(_HIDDEN_BY_FORMAT, place, is_lost=True)
             else:
                 text = _plain(cell, value)
-        formula = _attribute(cell, "formula")
+        formula = attribute(cell, "formula")
         if formula and not text and not value and not paragraphs:
             sheet.name_place(_WITHOUT_VALUE, place, is_lost=True)
             text = f"={formula.partition('=')[2]}"
         sign = self._marks_of(cell).sign
         if text.strip() and sign:
             text = f"{sign}{text}{sign}"
-        for note in (child for child in cell if local_name(child) == "annotation"):
-            words = [self._inline(child) for child in note if local_name(child) in ("p", "list")]
+        for note in children(cell, "annotation"):
+            words = [self._inline(child) for child in children(note, "p", "list")]
             text = with_note(text, "; ".join(words))
         return text
 
@@ -225,13 +212,11 @@ class _Workbook:
 
     def _read_shapes(self, sheet: Sheet, element: ET.Element) -> None:
         """Read the texts of boxes that lie on cells, and name pictures and charts."""
-        for shape in element:
-            if local_name(shape) not in ("frame", "custom-shape"):
-                continue
-            texts = [self._inline(paragraph) for paragraph in _each(shape, "p")]
+        for shape in children(element, "frame", "custom-shape"):
+            texts = [self._inline(paragraph) for paragraph in each(shape, "p")]
             sheet.texts.append(" ".join(texts))
             kinds = {local_name(inner) for inner in shape.iter()}
-            name = _attribute(shape, "name") or "without a name"
+            name = attribute(shape, "name") or "without a name"
             if "object" in kinds:
                 sheet.name_place("is a chart or another object, which is not read", f"object {name}")
             elif "image" in kinds:
@@ -241,9 +226,9 @@ class _Workbook:
 def _controls(forms: ET.Element) -> Iterator[str]:
     """The texts of form fields, those that can be ticked after [x] or [ ]."""
     for control in forms.iter():
-        label = _attribute(control, "label")
+        label = attribute(control, "label")
         if local_name(control) in ("checkbox", "radio"):
-            state = _attribute(control, "current-state") or _attribute(control, "current-selected")
+            state = attribute(control, "current-state") or attribute(control, "current-selected")
             yield f"{'[x]' if state in ('checked', 'true') else '[ ]'} {label}"
         elif label:
             yield label
@@ -259,13 +244,13 @@ def _rows(table: ET.Element) -> Iterator[ET.Element]:
             yield from _rows(child)
 
 
-def _hidden_columns(table: ET.Element, filled: set[int]) -> set[int]:
+def _hidden_columns(table: ET.Element, filled: Sequence[int]) -> set[int]:
     """The columns, of those that are filled, that are hidden."""
     hidden: set[int] = set()
     column = 0
-    for element in _each(table, "table-column"):
+    for element in each(table, "table-column"):
         repeats = _number(element, "number-columns-repeated")
-        if _attribute(element, "visibility") in ("collapse", "filter"):
+        if attribute(element, "visibility") in ("collapse", "filter"):
             hidden |= {number for number in filled if column <= number < column + repeats}
         column += repeats
     return hidden
@@ -273,12 +258,12 @@ def _hidden_columns(table: ET.Element, filled: set[int]) -> set[int]:
 
 def _plain(cell: ET.Element, value: str) -> str:
     """A value of a cell without text, as programs write them that are no spreadsheets."""
-    kind = _attribute(cell, "value-type")
+    kind = attribute(cell, "value-type")
     if kind == "percentage":
         with suppress(ValueError):
             return f"{general(repr(round(float(value) * 100, 10)))}%"
     if kind == "currency":
-        return f"{general(value)} {_attribute(cell, 'currency')}".strip()
+        return f"{general(value)} {attribute(cell, 'currency')}".strip()
     if kind == "boolean":
         return value.upper()
     if kind == "time":

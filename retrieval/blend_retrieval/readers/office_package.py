@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, NamedTuple
 from xml.etree import ElementTree as ET
@@ -27,7 +28,10 @@ class Package:
 
     def __init__(self, data: bytes) -> None:
         self._archive = opened_zip(data)
-        self._names = {name.replace("\\", "/").lower(): name for name in self._archive.namelist()}
+        self._names: dict[str, str] = {}
+        for name in self._archive.namelist():
+            path = name.replace("\\", "/").lower()
+            self._names[path] = name
 
     def __enter__(self) -> Package:
         return self
@@ -59,21 +63,20 @@ class Package:
         for element in self.xml(list_path):
             if element.get("TargetMode") != "External":
                 kind = element.get("Type", "").rpartition("/")[2]
-                target = posixpath.normpath(posixpath.join("/", folder, element.get("Target", ""))).lstrip("/")
+                joined = posixpath.join("/", folder, element.get("Target", ""))
+                target = posixpath.normpath(joined).lstrip("/")
                 number = element.get("Id", "")
                 relations[number] = Relation(kind, target, number)
         return relations
 
     def main_part(self, kind: str) -> str | None:
         """The part that holds the document, or None."""
-        return next((relation.target for relation in self.relations("").values() if relation.kind == kind), None)
+        return target_of(self.relations(""), kind)
 
 
-def local_name(element: ET.Element) -> str:
-    """An element's name without its namespace."""
-    return element.tag.rpartition("}")[2]
-
-
-def text_within(element: ET.Element, name: str) -> str:
-    """The texts of all elements of a name within another, one after the other."""
-    return "".join(inner.text or "" for inner in element.iter() if local_name(inner) == name)
+def target_of(relations: Mapping[str, Relation], kind: str) -> str | None:
+    """The path of the first part of a kind, or None."""
+    for relation in relations.values():
+        if relation.kind == kind:
+            return relation.target
+    return None

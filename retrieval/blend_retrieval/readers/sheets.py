@@ -54,6 +54,10 @@ class Sheet:
         if is_lost:
             self.lost.add(reason)
 
+    def columns(self) -> list[int]:
+        """The columns that have filled cells."""
+        return sorted(set().union(*self.rows.values()))
+
     def faults(self) -> Iterator[Fault]:
         """What was not read, and notes: one for each reason."""
         for reason, places in self.places.items():

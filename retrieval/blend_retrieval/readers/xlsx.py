@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 
 from blend_retrieval.readers.base import Fault, Parts, UnreadableError
 from blend_retrieval.readers.number_formats import number_format
-from blend_retrieval.readers.office_package import Package, Relation, local_name
+from blend_retrieval.readers.office_package import Package, Relation, target_of
 from blend_retrieval.readers.sheets import (
     MOST_CELLS,
     Area,
@@ -29,6 +29,7 @@ from blend_retrieval.readers.sheets import (
 )
 from blend_retrieval.readers.xlsx_drawings import Drawing, controls_in, notes_at_cells, read_drawing
 from blend_retrieval.readers.xlsx_styles import Style, plain_string, shared_strings, struck, styles
+from blend_retrieval.readers.xml_elements import attribute, each, local_name
 
 _REFERENCE = re.compile(r"\$?([A-Z]{1,3})\$?(\d+)")
 _RELATIVE = re.compile(r'"[^"]*"|\'[^\']*\'|(?<![\w.$])(\$?)([A-Z]{1,3})(\$?)(\d+)(?![\w(!])')
@@ -64,15 +65,12 @@ class _Workbook:
             raise UnreadableError("is no workbook in XML: save it as .xlsx")
         self._relations = package.relations(path)
         root = package.xml(path)
-        properties = next(_children(root, "workbookPr"), None)
+        properties = next(each(root, "workbookPr"), None)
         self._from_1904 = properties is not None and properties.get("date1904") in _TRUE
-        self._entries = list(_children(root, "sheet"))
-        self._strings = shared_strings(package, self._part("sharedStrings"))
-        self._styles = styles(package, self._part("styles"))
+        self._entries = list(each(root, "sheet"))
+        self._strings = shared_strings(package, target_of(self._relations, "sharedStrings"))
+        self._styles = styles(package, target_of(self._relations, "styles"))
         self._cells = 0
-
-    def _part(self, kind: str) -> str | None:
-        return next((relation.target for relation in self._relations.values() if relation.kind == kind), None)
 
     def parts(self, title: str) -> Parts:
         """The workbook as a document, and what was not read of it."""
@@ -80,7 +78,7 @@ class _Workbook:
         faults: list[Fault] = []
         for entry in self._entries:
             name = entry.get("name", "")
-            relation = self._relations.get(_relation_id(entry), Relation("", "", ""))
+            relation = self._relations.get(attribute(entry, "id"), Relation("", "", ""))
             reason = _reason_to_skip(entry, relation)
             if reason:
                 faults.append(Fault(f"sheet {name}", reason))
@@ -119,14 +117,6 @@ class _Workbook:
                 name = relation.target.rpartition("/")[2]
                 sheet.name_place("is an embedded file, which is not read", f"object {name}")
         reader.name_hidden()
-
-
-def _children(root: ET.Element, name: str) -> Iterator[ET.Element]:
-    return (element for element in root.iter() if local_name(element) == name)
-
-
-def _relation_id(element: ET.Element) -> str:
-    return next((value for name, value in element.items() if name.endswith("}id")), "")
 
 
 def _reason_to_skip(entry: ET.Element, relation: Relation) -> str:
@@ -199,7 +189,9 @@ class _SheetReader:
 
     def _read_column(self, element: ET.Element) -> None:
         if element.get("hidden") in _TRUE or float(element.get("width") or 1) == 0:
-            self._hidden_columns.append(range(int(element.get("min", 1)) - 1, int(element.get("max", 1))))
+            first = int(element.get("min", 1)) - 1
+            last = int(element.get("max", 1))
+            self._hidden_columns.append(range(first, last))
 
     def _read_merged(self, reference: str) -> None:
         first, _, last = reference.partition(":")
@@ -278,8 +270,7 @@ class _SheetReader:
 
     def name_hidden(self) -> None:
         """Name the hidden rows and columns that hold something."""
-        columns = set().union(*self._sheet.rows.values()) if self._sheet.rows else set()
-        for column in sorted(columns):
+        for column in self._sheet.columns():
             if any(column in hidden for hidden in self._hidden_columns):
                 self._sheet.name_place(_HIDDEN, f"column {column_letters(column)}")
         for row in self._hidden_rows:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 from blend_retrieval.readers.number_formats import GENERAL
-from blend_retrieval.readers.office_package import Package, local_name
+from blend_retrieval.readers.office_package import Package
+from blend_retrieval.readers.xml_elements import children, local_name
 
 _ESCAPED = re.compile(r"_x([0-9A-Fa-f]{4})_")
 _DATE = "yyyy-mm-dd"
+_HEIGHTS = {"superscript": "^", "subscript": "~"}
 _OFF = ("0", "false", "none")
 # Formats that files name by number alone. Those that the reader's country would decide are in ISO 8601.
 _BUILT_IN = {
@@ -79,7 +81,9 @@ def styles(package: Package, path: str | None) -> list[Style]:
     for group in root:
         name = local_name(group)
         if name == "numFmts":
-            codes |= {int(element.get("numFmtId", 0)): element.get("formatCode", "") for element in group}
+            for element in group:
+                number = int(element.get("numFmtId", 0))
+                codes[number] = element.get("formatCode", "")
         elif name == "fonts":
             fonts = [_is_on(font, "strike") for font in group]
         elif name == "cellXfs":
@@ -114,27 +118,28 @@ def plain_string(string: ET.Element | str) -> str:
     if isinstance(string, str):
         return _unescaped(string)
     pieces = []
-    for child in string:
+    for child in children(string, "t", "r"):
         if local_name(child) == "t":
             pieces.append(_unescaped(child.text or ""))
-        elif local_name(child) == "r":
+        else:
             pieces.append(_run(child))
     return "".join(pieces)
 
 
 def _run(run: ET.Element) -> str:
-    text = _unescaped("".join(child.text or "" for child in run if local_name(child) == "t"))
-    properties = next((child for child in run if local_name(child) == "rPr"), None)
+    text = "".join(child.text or "" for child in children(run, "t"))
+    text = _unescaped(text)
+    properties = next(children(run, "rPr"), None)
     if properties is None or not text.strip():
         return text
-    height = next((child.get("val") for child in properties if local_name(child) == "vertAlign"), "")
-    mark = {"superscript": "^", "subscript": "~"}.get(height or "", "")
-    text = f"{mark}{text}{mark}"
+    for height in children(properties, "vertAlign"):
+        mark = _HEIGHTS.get(height.get("val", ""), "")
+        text = f"{mark}{text}{mark}"
     return struck(text) if _is_on(properties, "strike") else text
 
 
 def _is_on(properties: ET.Element, name: str) -> bool:
-    return any(local_name(child) == name and child.get("val", "1") not in _OFF for child in properties)
+    return any(child.get("val", "1") not in _OFF for child in children(properties, name))
 
 
 def struck(text: str) -> str:
