@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import date, timedelta
 from decimal import ROUND_DOWN, Decimal
 from typing import NamedTuple
@@ -132,10 +132,17 @@ def _half_of_day(code: str, hour: int) -> str:
 
 def _is_minutes(tokens: Sequence[Token], place: int) -> bool:
     """Whether an `m` means minutes: behind hours or before seconds."""
-    before = next((token for token in reversed(tokens[:place]) if token.kind in ("date", "elapsed")), None)
-    after = next((token for token in tokens[place + 1 :] if token.kind in ("date", "elapsed")), None)
-    is_behind_hours = before is not None and before.text[0] in "hH"
-    return is_behind_hours or (after is not None and after.text[0] in "sS")
+    before = _first_letter(reversed(tokens[:place]))
+    after = _first_letter(tokens[place + 1 :])
+    return before == "h" or after == "s"
+
+
+def _first_letter(tokens: Iterable[Token]) -> str:
+    """The first letter of the first token of a date or time, or ""."""
+    for token in tokens:
+        if token.kind in ("date", "elapsed"):
+            return token.text[0].lower()
+    return ""
 
 
 def _time(code: str, moment: _Moment, has_noon: bool) -> str:

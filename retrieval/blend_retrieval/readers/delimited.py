@@ -23,6 +23,8 @@ _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
 _PROSE_SIGNS = ",;"  # with a blank behind them
 _NUMBER = re.compile(r"[^\d,;|\t]*[\d.,'\s]*\d[^\d,;|\t]*")
 _DECIMAL = re.compile(r"\s*-?\d+,\d+\s*")
+_ENCLOSED = re.compile(r'".*"')
+_WITH_DOUBLED_MARKS = re.compile(r'".*"".*"')
 _REGULAR_SHARE = 0.9  # of rows, from which shorter ones on top are captions
 
 
@@ -88,7 +90,9 @@ def _rows(records: Sequence[_Record], captions: int, delimiter: str) -> Iterator
 def _captions(records: Sequence[_Record]) -> int:
     counts = [0 if record.is_blank() else len(record.cells) for record in records]
     width = _width(counts)
-    first = next((number for number, count in enumerate(counts) if count >= width), 0)
+    first = 0
+    while first < len(counts) and counts[first] < width:
+        first += 1
     rows = [count for count in counts[first:] if count]
     is_regular = len(rows) > 1 and rows.count(width) >= _REGULAR_SHARE * len(rows)
     return first if is_regular else 0
@@ -104,8 +108,9 @@ def _delimiter(text: str, start: int, delimiters: str) -> str:
     """The delimiter that divides the first rows best; a NUL, which no text has, if none does."""
     scores = {}
     for delimiter in delimiters:
-        records = [record for record in islice(_records(text, start, delimiter), _GLANCE) if not record.is_blank()]
-        scores[delimiter] = _score(records, delimiter)
+        records = islice(_records(text, start, delimiter), _GLANCE)
+        filled = [record for record in records if not record.is_blank()]
+        scores[delimiter] = _score(filled, delimiter)
     best = max(scores, key=lambda delimiter: scores[delimiter])
     return best if scores[best] > (0, 0) else "\0"
 
@@ -228,5 +233,6 @@ def _is_enclosed_between_tabs(cells: Sequence[str], line: str) -> bool:
     if any("\n" in cell or "\r" in cell for cell in cells):
         return not any("\t" in cell for cell in cells)
     written = [cell for cell in line.split("\t") if cell]
-    are_all = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in written)
-    return are_all or len(written) > len(cells) or any(cell[0] == '"' and '""' in cell[1:-1] for cell in written)
+    if len(written) > len(cells) or all(map(_ENCLOSED.fullmatch, written)):
+        return True
+    return any(map(_WITH_DOUBLED_MARKS.fullmatch, written))

@@ -68,13 +68,17 @@ class _Section:
     def is_unclear(self) -> bool:
         """Whether letters of dates stand before places for digits, which no spreadsheet writes."""
         kinds = [token.kind for token in self.tokens]
-        first_date = next((place for place, kind in enumerate(kinds) if kind in DATE_KINDS), len(kinds))
-        return "digit" in kinds[first_date:] and "digit" not in kinds[:first_date]
+        dates = [place for place, kind in enumerate(kinds) if kind in DATE_KINDS]
+        digits = [place for place, kind in enumerate(kinds) if kind == "digit"]
+        return bool(dates and digits) and dates[0] < digits[0]
 
     @cached_property
     def slash(self) -> int | None:
         """The place of its first slash."""
-        return next((place for place, token in enumerate(self.tokens) if token.kind == "slash"), None)
+        for place, token in enumerate(self.tokens):
+            if token.kind == "slash":
+                return place
+        return None
 
 
 class NumberFormat:
@@ -94,8 +98,7 @@ class NumberFormat:
         """A text as it is shown."""
         if self._text is None or (not self._sections and len(self._text.tokens) <= 1):
             return text
-        pieces = [text if token.kind in ("text", "general") else token.text for token in self._text.tokens]
-        return "".join(pieces)
+        return _filled_in(self._text.tokens, text)
 
     def shown_number(self, stored: str, from_1904: bool = False) -> str:
         """A number as it is shown, with blanks for what its format leaves free.
@@ -227,13 +230,18 @@ def _shown(section: _Section, value: Decimal, stored: str) -> str:
     tokens = section.tokens
     if not section.kinds.isdisjoint({"general", "text"}):
         number = general(stored.strip().removeprefix("-"))
-        pieces = [number if token.kind in ("general", "text") else token.text for token in tokens]
-        return "".join(pieces)
+        return _filled_in(tokens, number)
     if section.slash is not None:
         fraction = _fraction(tokens, section.slash, value)
         if fraction is not None:
             return fraction
     return section.places.filled(value)
+
+
+def _filled_in(tokens: Sequence[Token], value: str) -> str:
+    """A value among the signs of its section, in which `General` or `@` stands for it."""
+    pieces = [value if token.kind in ("general", "text") else token.text for token in tokens]
+    return "".join(pieces)
 
 
 def _fraction(tokens: Sequence[Token], slash: int, value: Decimal) -> str | None:
@@ -402,10 +410,15 @@ class _Places:
         return texts
 
     def _power_digits(self, power: int) -> dict[int, str]:
-        texts = _Places([self._tokens[place] for place in self._powers]).filled(Decimal(abs(power)))
-        sign = "-" if power < 0 else "+" if self._tokens[self._exponent].text.endswith("+") else ""
-        first, *following = self._powers
-        return {self._exponent: f"E{sign}", first: texts or "0", **dict.fromkeys(following, "")}
+        tokens = [self._tokens[place] for place in self._powers]
+        digits = _Places(tokens).filled(Decimal(abs(power)))
+        sign = "-" if power < 0 else ""
+        if power >= 0 and self._tokens[self._exponent].text.endswith("+"):
+            sign = "+"
+        texts = dict.fromkeys(self._powers, "")
+        texts[self._exponent] = f"E{sign}"
+        texts[self._powers[0]] = digits or "0"
+        return texts
 
 
 def _blank(code: str) -> str:

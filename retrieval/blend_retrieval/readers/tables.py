@@ -60,22 +60,29 @@ def sheet_markdown(rows: Iterable[Row]) -> str:
     A caption is a row of one cell above a table. Blank rows divide tables only where the rows behind them have a header.
     A header has several rows, all above the ruler, where a cell in it stands over several columns.
     """
-    blocks = [list(block) for is_filled, block in groupby(rows, key=lambda row: bool(row.cells)) if is_filled]
     texts: list[str] = []
     table: list[Row] = []
-    for block in _with_their_captions(blocks):
+    for block in _with_their_captions(_blocks(rows)):
         captions = _captions(block)
         body = block[captions:]
         if not table or _is_new_table(body, table):
             texts += _table_text(table)
-            texts += [paragraph(next(iter(row.cells.values()))) for row in block[:captions]]
+            for caption in block[:captions]:
+                texts += map(paragraph, caption.cells.values())
             table = body
         else:
             table += block
     return "\n\n".join([*texts, *_table_text(table)])
 
 
-def _with_their_captions(blocks: Sequence[list[Row]]) -> Iterator[list[Row]]:
+def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Rows without blank ones between them."""
+    for is_filled, block in groupby(rows, key=lambda row: bool(row.cells)):
+        if is_filled:
+            yield list(block)
+
+
+def _with_their_captions(blocks: Iterable[list[Row]]) -> Iterator[list[Row]]:
     """Blocks of rows without blank rows between them; one that holds captions alone joins the next."""
     captions: list[Row] = []
     for block in blocks:
@@ -89,7 +96,10 @@ def _with_their_captions(blocks: Sequence[list[Row]]) -> Iterator[list[Row]]:
 
 def _captions(block: Sequence[Row]) -> int:
     """The number of rows above a table that have one cell."""
-    return next((number for number, row in enumerate(block) if len(row.cells) > 1), 0)
+    for number, row in enumerate(block):
+        if len(row.cells) > 1:
+            return number
+    return 0
 
 
 def _is_new_table(block: Sequence[Row], table: Sequence[Row]) -> bool:
@@ -97,10 +107,14 @@ def _is_new_table(block: Sequence[Row], table: Sequence[Row]) -> bool:
     header, *body = block
     if len(header.cells) < 2 or not body:
         return False
-    if not header.cells.keys() <= set().union(*(row.cells for row in table)):
+    columns = set().union(*(row.cells for row in table))
+    if not header.cells.keys() <= columns:
         return True
-    is_worded = not any(map(_NUMBER.fullmatch, header.cells.values()))
-    return is_worded and any(_NUMBER.fullmatch(cell) for row in body for cell in row.cells.values())
+    return not _has_number(header) and any(map(_has_number, body))
+
+
+def _has_number(row: Row) -> bool:
+    return any(map(_NUMBER.fullmatch, row.cells.values()))
 
 
 def _table_text(rows: Sequence[Row]) -> list[str]:
