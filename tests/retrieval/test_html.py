@@ -92,6 +92,12 @@ def test_what_no_reader_of_the_page_sees_is_not_read():
     assert read(html).text == "Fee: 31."
 
 
+def test_the_labels_of_a_drawing_are_read():
+    drawing = "<svg><title>Tip</title><style>.a{}</style><path d='M0'/><g><text>Pump</text><text><tspan>40</tspan> l</text></g>"
+    box = "<foreignObject><div>Tank <b>7</b></div></foreignObject></svg>"
+    assert read(f"<p>Flow: {drawing}{box}.</p><svg><path d='M0'/></svg>").text == "Flow: Pump; 40 l; Tank 7 ."
+
+
 def test_a_page_that_is_nested_too_deeply_is_refused_rather_than_cut():
     documents, (skipped,) = load_bytes("page.html", b"<div>" * 3000 + b"down here")
     assert not documents

@@ -252,7 +252,8 @@ def test_attachments_of_one_name_and_without_a_suffix():
     ]
     table = part("text/csv", "Pier,Fee\nA,31", "Content-Disposition: attachment")
     other = part("text/x-diff; name=PATCH", "-31\n+12")
-    texts, skipped = read(multipart("mixed", part(PLAIN, "All."), *plain, table, other))
+    unknown = part("application/octet-stream; name=LICENSE", "Free for 31 days.")
+    texts, skipped = read(multipart("mixed", part(PLAIN, "All."), *plain, table, other, unknown))
     assert not skipped
     assert texts == {
         "a.eml": "All.",
@@ -260,6 +261,7 @@ def test_attachments_of_one_name_and_without_a_suffix():
         "a.eml#fee (2).txt": "South 12",
         "a.eml#attachment 3": "| Pier | Fee |\n| --- | --- |\n| A | 31 |",
         "a.eml#PATCH": "-31\n+12",
+        "a.eml#LICENSE": "Free for 31 days.",
     }
 
 

@@ -191,6 +191,13 @@ def test_a_ruler_that_is_too_short_gives_one_heading():
     assert read_whole("Text.\n\nSummer fees\n-----\n\n31") == "Text.\n\n## Summer fees\n\n31"
 
 
+def test_a_heading_that_stands_alone_below_the_title_is_one():
+    (document,), _ = load_bytes("a.rst", b"Guide\n=====\n\nFees *now*\n----------\n\n31\n\nBoats\n~~~~~\n\n12")
+    assert document.title == "Guide"
+    assert document.text.split("\n\n") == ["# Guide", "## Fees *now*", "31", "### Boats", "12"]
+    assert read_whole(".. sidebar:: Fees\n   :subtitle: in crowns\n\n   31") == "Fees\n\nin crowns\n\n31"
+
+
 def test_headings_in_a_directive_stand_below_those_around_it():
     text = read_whole(
         "Guide\n=====\n\nFees\n----\n\n.. only:: html\n\n   Boats\n   -----\n\n   31\n\nRules\n-----\n\nNone."

@@ -20,7 +20,7 @@ _ENCODING = re.compile(
 )
 _DECLARED_WITHIN = 1024  # bytes, by the HTML standard
 _NOISE = (
-    "nav, noscript, iframe, svg, header, footer, dialog:not([open]), [role=navigation], [role=search], [role=banner], "
+    "nav, noscript, iframe, header, footer, dialog:not([open]), [role=navigation], [role=search], [role=banner], "
     "[role=contentinfo]"
 )
 _HEADINGS = "h1, h2, h3, h4, h5, h6"
@@ -65,9 +65,18 @@ def _prepare(tree: LexborHTMLParser) -> None:
     for node in reversed(tree.css(_NOISE)):  # those inside others first
         if not _belongs_to_text(node):
             node.decompose()
+    for drawing in reversed(tree.css("svg")):
+        drawing.replace_with(_words_of(drawing))
     write_formulas(tree)
     write_fields(tree)
     mark_numbers(tree)
+
+
+def _words_of(drawing: LexborNode) -> str:
+    """The labels of a drawing, which are all that can be read of it."""
+    labels = [" ".join(label.text().split()) for label in drawing.css("text, foreignObject")]
+    words = "; ".join(label for label in labels if label)
+    return f" {words} " if words else ""
 
 
 def _belongs_to_text(node: LexborNode) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from email import message_from_bytes, policy
 from email.message import EmailMessage, MIMEPart
@@ -189,11 +189,14 @@ def _forwarded(attachment: MIMEPart) -> MIMEPart:
 
 
 def _read(attachment: MIMEPart, name: str) -> Parts:
-    from blend_retrieval.readers import reader_for
+    from blend_retrieval.readers import kind_of, reader_for
 
     if attachment.get_content_maintype() == "message":
         return [Fault("", "is only named in the mail, or is a piece of it: it is not read")]
-    readers = (reader_for(suffix) for suffix in _suffixes(attachment, name) if suffix)
+    readers = [reader_for(suffix) for suffix in _suffixes(attachment, name)]
+    may_be_text = attachment.get_filename() and attachment.get_content_type() == "application/octet-stream"
+    if may_be_text and kind_of(name) == "":
+        readers.append(reader_for(""))
     reader = next(filter(None, readers), None)
     if reader is None:
         return [_unread(attachment, name)]
@@ -203,13 +206,13 @@ def _read(attachment: MIMEPart, name: str) -> Parts:
         return [Fault("", str(error))]
 
 
-def _suffixes(attachment: MIMEPart, name: str) -> Iterator[str]:
-    """The suffixes that an attachment may have: that of its name, and that of its declared kind."""
-    yield PurePosixPath(name).suffix
+def _suffixes(attachment: MIMEPart, name: str) -> list[str]:
+    """The suffixes that an attachment may have: that of its name, and those of its declared kind."""
     kind = attachment.get_content_type()
-    yield mimetypes.guess_extension(kind) or ""
+    suffixes = [PurePosixPath(name).suffix, mimetypes.guess_extension(kind) or ""]
     if kind.startswith("text/"):
-        yield ".txt"
+        suffixes.append(".txt")
+    return [suffix for suffix in suffixes if suffix]
 
 
 def _unread(attachment: MIMEPart, name: str) -> Fault:

@@ -121,10 +121,24 @@ def _complete(document: Any) -> None:
     for frame in list(document.findall(lambda node: isinstance(node, nodes.header | nodes.footer))):
         place = 0 if isinstance(frame, nodes.header) else len(document)
         document[place:place] = [child.deepcopy() for child in frame.children]
+    for subtitle in list(document.findall(nodes.subtitle)):
+        if subtitle.parent is document:  # and no part of a sidebar
+            _as_heading(subtitle)
     for classifier in list(document.findall(nodes.classifier)):
         classifier.parent[0] += nodes.Text(f" : {classifier.astext()}")
         classifier.parent.remove(classifier)
     _name_raw(document)
+
+
+def _as_heading(subtitle: Any) -> None:
+    """Make a heading of the one that stands alone below a title, with all that follows: docutils takes it for a subtitle."""
+    from docutils import nodes
+
+    outer = subtitle.parent
+    place = outer.index(subtitle) + 1
+    section = nodes.section("", nodes.title("", "", *subtitle.children), *outer.children[place:])
+    outer.children[place - 1 :] = []
+    outer += section
 
 
 def _keep_source(document: Any, message: Any) -> None:
