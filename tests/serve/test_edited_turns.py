@@ -113,6 +113,23 @@ def test_nobody_elses_prompt_takes_these_rows_nor_one_that_asks_for_more(service
     assert turn(service, "311", **{**MOVING, **fields}).figures.rows_moved == 0
 
 
+def test_nobody_else_goes_on_behind_rows_that_moved(service: Service) -> None:
+    """They have read what their author's edit took out, also where the author has gone on behind them."""
+    turn(service, "309", **MOVING)
+    answer = turn(service, "311", **MOVING)
+    assert answer.figures.rows_moved > 0
+    said = (Message("assistant", answer.text), Message("user", "And on day 10?"))
+    own = turn(service, "311", said)
+    assert own.figures.rows_inexact > 0
+    longer = (*said, Message("assistant", own.text), Message("user", "And on day 11?"))
+    assert turn(service, "311", longer).figures.rows_inexact > 0
+    for fields in ({"user": "bob"}, {"user": ""}, {"session": "s"}, {"user": "eve"}):
+        more = said if fields == {"user": "eve"} else longer
+        other = turn(service, "311", more, **fields)
+        assert other.figures.rows_inexact == 0, fields
+        assert other.tokens == turn(service, "311", more, method="full", cold=True).tokens
+
+
 def test_fast_moves_all_at_once_and_shows_nothing(service: Service) -> None:
     turn(service, "nine")
     figures = turn(service, "half past seventeen", **MOVING).figures

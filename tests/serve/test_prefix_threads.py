@@ -44,7 +44,7 @@ def work(prefixes: PrefixCache, seed: int) -> None:
         length = draw.randrange(1, len(ids) - 1)
         conversation = Conversation(owner, ids[:length], ids[length:])
         prefixes.keep(owner, ids, cache_of(ids), session)
-        prefixes.keep_conversation(owner, ids[:length], ids[length:], cache_of(ids), length, session=session)
+        prefixes.keep_conversation(conversation, cache_of(ids), length, session=session)
         turn = (*ids, 1)
         if prefix := prefixes.find(owner, turn):
             assert_rows(prefix.cache, turn)

@@ -20,7 +20,7 @@ from blend.model import cpu
 from blend.model.cache import BlendedCache
 from blend.quality import NOTHING_ASKED, Quality
 from blend.sampling import Sampling
-from blend.serve.engine.prefixes import CachedPrefix, PrefixCache
+from blend.serve.engine.prefixes import CachedPrefix, Conversation, PrefixCache
 from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.failures import STORE_UNREACHABLE
@@ -87,7 +87,7 @@ def test_a_blended_conversation_serves_only_itself() -> None:
     prompt, answer = ids[:6], ids[6:]
 
     def keep_blended(quality: Quality) -> None:
-        prefixes.keep_conversation("", prompt, answer, cache_of(ids), 3, quality)
+        prefixes.keep_conversation(Conversation("", prompt, answer), cache_of(ids), 3, quality)
 
     keep_blended(NOTHING_ASKED)
     for other in (prompt, ids[:5], (*ids[:5], 77, 5), (77, *ids)):
@@ -118,7 +118,7 @@ def test_a_recurrent_conversation_goes_on_where_its_state_is() -> None:
     cache = cache_of(ids)
     state = ((torch.ones(2),),)
     cache.states = lambda rows: state  # type: ignore[method-assign]
-    prefixes.keep_conversation("", ids[:6], ids[6:], cache, 3)
+    prefixes.keep_conversation(Conversation("", ids[:6], ids[6:]), cache, 3)
     assert prefixes.find("", (*ids, 5)).cache.tokens == 8
     assert prefixes.find("", (*ids[:7], 99, 98)) is None
 
@@ -130,7 +130,7 @@ def test_what_is_larger_than_the_budget_pushes_nobody_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu, "copies", lambda *_: pytest.fail("what is not kept was copied"))
     for one in (prefixes, nothing):
         keep(one, large)
-        one.keep_conversation("", large, (1,), cache_of(large), 3)
+        one.keep_conversation(Conversation("", large, (1,)), cache_of(large), 3)
     assert (prefixes.nbytes, nothing.nbytes) == (ROW * 8, 0)
     for owner in ("a", "b"):
         check(prefixes, (1, 2, 3, 4, 5), 4, owner)
@@ -275,7 +275,7 @@ def test_the_rows_of_a_session_go_unless_others_begin_alike() -> None:
     keep(prefixes, quay, session="quay")
     keep(prefixes, (1, 2, 9))
     keep(prefixes, mill, "other", "mill")
-    prefixes.keep_conversation("", (1, 5), (6, 7), cache_of((1, 5, 6, 7)), 1, session="mill")
+    prefixes.keep_conversation(Conversation("", (1, 5), (6, 7)), cache_of((1, 5, 6, 7)), 1, session="mill")
     assert prefixes.forget("", "mill") == ROW * (3 + 3), "three rows of its own, and a conversation"
     check(prefixes, (1, 5, 6, 7, 8), 1)
     check(prefixes, (*mill, 0), 3)

@@ -72,21 +72,20 @@ class Histories:
                 return FoundEdit(edit, earlier)
         return None
 
-    def note(self, prompt: Prompt, answer: Sequence[int], evidence: EditEvidence | None, *, exact: bool) -> None:
+    def note(self, author: str, conversation: Conversation, evidence: EditEvidence | None, *, exact: bool) -> None:
         """Note that a prompt with its answer was kept.
 
         Args:
-            prompt: the prompt; one without an author is not noted.
-            answer: token ids.
+            author: whose prompt it is; one without an author is not noted.
+            conversation: under which its rows are kept.
             evidence: of its edits; None if it edits none, and keeps that of the prompt behind which it goes on.
             exact: whether its rows are full prefill's. They end a doubt.
 
         """
-        if not prompt.author:
+        if not author:
             return
-        key = prompt.request.tenant, prompt.author
-        ids = prompt.layout.token_ids
-        conversation = Conversation(prompt.request.tenant, ids, tuple(answer))
+        key = conversation.owner, author
+        ids = conversation.prompt
         with self._lock:
             before = [earlier for earlier in self._latest.get(key, ()) if earlier.conversation.prompt != ids]
             if exact:

@@ -4,6 +4,7 @@ It never mixes two kinds of rows. *Exact* rows equal full prefill. A radix tree 
 RadixAttention, Zheng et al. 2024), and they serve every prompt with the same beginning. *Blended* rows come from a prompt with
 chunks out of the store. They serve only their own conversation: a prompt that begins with all of that prompt and goes on,
 behind as much of its answer as it repeats. Clients write calls of tools anew and leave thoughts out, so that may be none.
+Where rows of an earlier prompt moved, they have read what that prompt said: they serve its author alone.
 
 A model with recurrent layers can go on only where its state was kept: at the end of what `keep` was given.
 
@@ -36,13 +37,14 @@ class CachedPrefix(NamedTuple):
     """KV of a prompt's first rows.
 
     exact_rows: how many of them, from the first on, equal full prefill. quality: that for which the others were blended.
-    estimate: what was expected of them, if a quality was asked and the store has an estimator.
+    estimate: what was expected of them, if a quality was asked and the store has an estimator. author: see `Conversation`.
     """
 
     cache: ChunkCache
     exact_rows: int
     quality: Quality = NOTHING_ASKED
     estimate: Estimate | None = None
+    author: str = ""
 
     def first(self, rows: int) -> CachedPrefix:
         """Its first rows."""
@@ -50,11 +52,15 @@ class CachedPrefix(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """Names a prompt with an answer."""
+    """Names a prompt with an answer.
+
+    author: whose earlier prompts its rows depend on, because some moved; "" if they depend on its tokens alone.
+    """
 
     owner: str
     prompt: Tokens
     answer: Tokens
+    author: str = ""
 
     @property
     def ids(self) -> Tokens:
@@ -103,13 +109,16 @@ class PrefixCache:
         self._recent: OrderedDict[_Entry, None] = OrderedDict()  # least recently used first, children before parents
         self._recurrent = False  # whether rows come with states, behind which alone a prompt can go on
 
-    def find(self, owner: str, ids: Tokens, quality: Quality | None = NOTHING_ASKED) -> CachedPrefix | None:
+    def find(
+        self, owner: str, ids: Tokens, quality: Quality | None = NOTHING_ASKED, author: str = ""
+    ) -> CachedPrefix | None:
         """The longest cached beginning of a prompt, without its last row; None if there is none.
 
         quality: rows that this conversation blended must have been asked to be at least as good; None takes exact rows alone.
+        author: of the prompt; "" takes no rows that moved.
         """
         with self._lock:
-            conversation = self._conversation(owner, ids, quality) if quality is not None else None
+            conversation = self._conversation(owner, ids, quality, author) if quality is not None else None
             path = self._path(owner, ids[:-1])
             while self._recurrent and path and not path[-1][0].cache.rows(0, path[-1][1]).states:
                 path.pop()
@@ -164,9 +173,7 @@ class PrefixCache:
 
     def keep_conversation(
         self,
-        owner: str,
-        prompt: Tokens,
-        answer: Tokens,
+        conversation: Conversation,
         cache: BlendedCache,
         exact: int,
         quality: Quality = NOTHING_ASKED,
@@ -177,17 +184,18 @@ class PrefixCache:
 
         quality, estimate: see `CachedPrefix`. session: the prompt's.
         """
-        computed = len(prompt) + len(answer) - 1
+        computed = len(conversation.ids)
         if self._too_large(cache, computed) or cache.states(computed) is None:
             return
-        rows = CachedPrefix(rows_of_prompt(cache, 0, computed), exact, quality, estimate)
-        key = Conversation(owner, prompt, answer)
+        rows = CachedPrefix(rows_of_prompt(cache, 0, computed), exact, quality, estimate, conversation.author)
         with self._lock:
             sessions = frozenset[str]()
-            if key in self._conversations:
-                sessions = self._conversations[key].sessions
-                self._drop(self._conversations[key])
-            self._add(_Entry(owner, self._conversations, key, key.ids, rows, _joined_by(sessions, session)))
+            if (older := self._conversations.get(conversation)) is not None:
+                sessions = older.sessions
+                self._drop(older)
+            sessions = _joined_by(sessions, session)
+            key = conversation
+            self._add(_Entry(key.owner, self._conversations, key, key.ids, rows, sessions))
             self._shrink()
 
     def drop_blended(self, conversation: Conversation) -> None:
@@ -210,11 +218,12 @@ class PrefixCache:
         """Whether the rows exceed the whole budget: they would evict all others and then themselves."""
         return rows * _row_bytes(cache) > self.budget
 
-    def _conversation(self, owner: str, ids: Tokens, quality: Quality) -> CachedPrefix | None:
+    def _conversation(self, owner: str, ids: Tokens, quality: Quality, author: str) -> CachedPrefix | None:
         longest: CachedPrefix | None = None
         for key, entry in self._conversations.items():
             length = len(key.prompt)
-            goes_on = key.owner == owner and length < len(ids) and ids[:length] == key.prompt
+            is_theirs = key.owner == owner and key.author in ("", author)
+            goes_on = is_theirs and length < len(ids) and ids[:length] == key.prompt
             if not goes_on or not entry.rows.quality.includes(quality):
                 continue
             rows = min(entry.cache.tokens, length + common_length(key.answer, ids[length:-1]))

@@ -87,6 +87,7 @@ class PromptPrefill(Stepper["Blend"]):
         self._reused = 0  # first rows that come from memory
         self._inexact = 0  # how many of them, from the first blended one on
         self._estimate: Estimate | None = None  # of these
+        self._author_before = ""  # on whose earlier prompts these depend
         self.first_rows: ChunkCache | None = None
         self.most_rows = 0
         self._restarted = False
@@ -97,7 +98,9 @@ class PromptPrefill(Stepper["Blend"]):
             self.first_rows = prefix.cache
             self._reused = prefix.cache.tokens
             self._inexact = self._reused - prefix.exact_rows
-            self._estimate = prefix.estimate if self._inexact else None
+            if self._inexact:
+                self._estimate = prefix.estimate
+                self._author_before = prefix.author
         elif not self._recurrent or layout.shared_prefix_rows == len(layout.kept_behind):
             self._reused = layout.shared_prefix_rows
         behind = layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
@@ -125,7 +128,7 @@ class PromptPrefill(Stepper["Blend"]):
         layout = self._prompt.layout
         exact_only = self._prompt.full_because == ASKED_FOR
         quality = None if exact_only else self.quality
-        prefix = prefixes.find(self._prompt.request.tenant, layout.token_ids, quality)
+        prefix = prefixes.find(self._prompt.request.tenant, layout.token_ids, quality, self._prompt.author)
         if prefix is not None and len(layout.prefix) < prefix.cache.tokens <= exact_anyway(layout):
             prefix = prefix.first(len(layout.prefix))
         if prefix is None or prefix.cache.tokens <= layout.shared_prefix_rows:
@@ -256,6 +259,11 @@ class PromptPrefill(Stepper["Blend"]):
         )
         trace = _traced(layout, blend) if request.trace else ()
         return Started(figures, hits, trace, (*blend.problems, *blend.artifact_problems), edited=self._computed_anew)
+
+    @property
+    def author(self) -> str:
+        """On whose earlier prompts its rows depend, because some of them moved; "" if on nobody's."""
+        return self._prompt.author if self._rows_moved else self._author_before
 
     @property
     def _rows_moved(self) -> int:

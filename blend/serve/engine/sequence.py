@@ -220,15 +220,16 @@ class Sequence:
         session = self.request.users_session
         prompt = self.prompt.layout.token_ids
         tokens = tuple(answer.tokens)
+        conversation = Conversation(tenant, prompt, tokens, prefill.author)
         with suppress(Exception):  # only later prompts would gain
             if exact == len(prompt):
                 self._prefixes.keep(tenant, (*prompt, *tokens[:-1]), answer.cache, session)
             elif not self.request.verify:  # else the check leaves exact rows, and the next turn goes on from these
                 promise = prefill.quality, prefill.estimate
-                self._prefixes.keep_conversation(tenant, prompt, tokens, answer.cache, exact, *promise, session)
+                self._prefixes.keep_conversation(conversation, answer.cache, exact, *promise, session)
             evidence = prefill.evidence(answer.cache, len(prompt) + len(tokens) - 1)
-            self._histories.note(self.prompt, tokens, evidence, exact=exact == len(prompt))
-            self.comparison = prefill.comparison(Conversation(tenant, prompt, tokens), evidence)
+            self._histories.note(self.prompt.author, conversation, evidence, exact=exact == len(prompt))
+            self.comparison = prefill.comparison(conversation, evidence)
 
     def _close(self, event: Event) -> None:
         if self.ended:
