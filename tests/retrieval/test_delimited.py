@@ -30,6 +30,7 @@ def read(name, text):
         ("Pier|Fee\nA|1,5\nB|2,5\n", [["Pier", "Fee"], ["A", "1,5"], ["B", "2,5"]]),
         ("Pier\tFee, EUR\nA\t1,5\nB\t2,5\n", [["Pier", "Fee, EUR"], ["A", "1,5"], ["B", "2,5"]]),
         ("a;b\r1;2\r3;4\r", [["a", "b"], ["1", "2"], ["3", "4"]]),
+        ("Fee;\n1,5;\n2,5;\n", [["Fee"], ["1,5"], ["2,5"]]),
         ("code,fee\n007,1e5\n-0,+1.50\n", [["code", "fee"], ["007", "1e5"], ["-0", "+1.50"]]),
     ],
 )
@@ -81,6 +82,8 @@ def test_a_second_table_has_its_own_header():
         ("a.csv", 'Part,Kind\n"5"" pipe, long",steel\nValve,brass\n', [['5" pipe, long', "steel"], ["Valve", "brass"]]),
         ("a.csv", 'Part,Kind\n"say \\"hi\\", ok",5\n"x",6\n', [['say "hi", ok', "5"], ["x", "6"]]),
         ("a.csv", 'Part, Kind\n"Orm", "wide, low"\n', [["Orm", "wide, low"]]),
+        ("a.csv", "'Part','Kind'\n'Orm','wide, low'\n'Kell','it''s'\n", [["Orm", "wide, low"], ["Kell", "it's"]]),
+        ("a.csv", "Part,Kind\nOrm,'wide\nKell,it's\n", [["Orm", "'wide"], ["Kell", "it's"]]),
         ("a.csv", 'Part,Kind\n5" pipe,steel\n="007",x\n', [['5" pipe', "steel"], ['="007"', "x"]]),
         ("a.csv", 'Part,Kind\n"first, line\nsecond; line",steel\n', [["first, line second; line", "steel"]]),
     ],
@@ -92,5 +95,13 @@ def test_quotation_marks(name, text, rows):
 def test_rows_with_more_cells_than_the_header_are_named():
     documents, (skipped,) = load_bytes("fees.csv", b"Pier,Fee\nA,1,50\nB,2\n\nBoat,Tax,Day\nOrm,3,4\n")
     assert "| A | 1 | 50 |" in documents[0].text
+    _, (long_rows,) = load_bytes("fees.csv", b"Pier,Fee,Tax\n1,5,2,5,x\n2,5,3,5,y\n")
+    assert long_rows.source == "fees.csv row 2, row 3"
     reason = "has more cells than the header: its columns may be wrong"
     assert (skipped.source, skipped.reason, skipped.lost) == ("fees.csv row 2", reason, 0)
+
+
+def test_a_line_of_numbers_above_rows_without_a_header_is_a_caption():
+    first, second = read("fees.csv", "2,3,piers\n1,5,2,5,x\n2,5,3,5,y\n").split("\n\n")
+    assert first == "2, 3, piers"
+    assert grid(second) == [["1", "5", "2", "5", "x"], ["2", "5", "3", "5", "y"]]

@@ -20,6 +20,9 @@ _LONGEST_CELL = 1 << 24
 _LONGEST_RECORD = 1000  # lines
 _DELIMITER_LINE = re.compile(r'"?sep=(.)"?[ \t]*(?:\r\n|\r|\n|\Z)', re.IGNORECASE)
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|\Z)")
+_GLANCE_AT_QUOTES = 1 << 16  # characters
+_BETWEEN_APOSTROPHES = re.compile(r"(?:^|[,;|\t])\s*'[^']*'\s*(?:[,;|\t]|$)")
+_NO_TABLE = (0.0, 0, 0)
 _PROSE_SIGNS = ",;"  # with a blank behind them
 _NUMBER = re.compile(r"[^\d,;|\t]*[\d.,'\s]*\d[^\d,;|\t]*")
 _DECIMAL = re.compile(r"\s*-?\d+,\d+\s*")
@@ -52,11 +55,12 @@ def read_tsv(data: bytes, title: str) -> Parts:
 def _read(data: bytes, title: str, delimiters: str) -> Parts:
     text, note = decode(data)
     csv.field_size_limit(_LONGEST_CELL)
-    start = 0
-    if told := _DELIMITER_LINE.match(text):
-        delimiters, start = told[1], told.end()
-    delimiter = delimiters if len(delimiters) == 1 else _delimiter(text, start, delimiters)
-    records = list(_records(text, start, delimiter))
+    if first_line := _DELIMITER_LINE.match(text):
+        delimiters = first_line[1]
+        text = text[first_line.end() :]
+    quote = _quote(text)
+    delimiter = delimiters if len(delimiters) == 1 else _delimiter(text, delimiters, quote)
+    records = list(_records(text, delimiter, quote))
     captions = _captions(records)
     table = Part("", title, sheet_markdown(_rows(records, captions, delimiter)), "markdown")
     return [table, *_long_rows(records, captions), *notes(note)]
@@ -93,9 +97,15 @@ def _captions(records: Sequence[_Record]) -> int:
     first = 0
     while first < len(counts) and counts[first] < width:
         first += 1
+    if first and counts[first - 1] > 1 and _has_number(records[first]) and not _has_number(records[first - 1]):
+        return 0  # a header whose rows have more cells
     rows = [count for count in counts[first:] if count]
     is_regular = len(rows) > 1 and rows.count(width) >= _REGULAR_SHARE * len(rows)
     return first if is_regular else 0
+
+
+def _has_number(record: _Record) -> bool:
+    return any(map(_NUMBER.fullmatch, record.cells))
 
 
 def _width(counts: Sequence[int]) -> int:
@@ -104,30 +114,37 @@ def _width(counts: Sequence[int]) -> int:
     return max(numbers, key=lambda count: (numbers[count], count), default=0)
 
 
-def _delimiter(text: str, start: int, delimiters: str) -> str:
+def _quote(text: str) -> str:
+    """The sign that encloses cells: an apostrophe if most lines have cells between two, and none a quotation mark."""
+    lines = [line for line in text[:_GLANCE_AT_QUOTES].splitlines() if line.strip()]
+    with_apostrophes = sum(_BETWEEN_APOSTROPHES.search(line) is not None for line in lines)
+    return "'" if '"' not in text and 2 * with_apostrophes > len(lines) else '"'
+
+
+def _delimiter(text: str, delimiters: str, quote: str) -> str:
     """The delimiter that divides the first rows best; a NUL, which no text has, if none does."""
     scores = {}
     for delimiter in delimiters:
-        records = islice(_records(text, start, delimiter), _GLANCE)
+        records = islice(_records(text, delimiter, quote), _GLANCE)
         filled = [record for record in records if not record.is_blank()]
         scores[delimiter] = _score(filled, delimiter)
     best = max(scores, key=lambda delimiter: scores[delimiter])
-    return best if scores[best] > (0, 0) else "\0"
+    return best if scores[best] > _NO_TABLE else "\0"
 
 
-def _score(records: Sequence[_Record], delimiter: str) -> tuple[float, int]:
-    """(share of rows with the same columns times share of cells that no other delimiter would divide, columns)."""
+def _score(records: Sequence[_Record], delimiter: str) -> tuple[float, int, int]:
+    """(share of rows with the same columns times share of cells that no other delimiter would divide, rows, columns)."""
     counts = [len(record.cells) for record in records]
     table = _without_single_cells(counts)
     width = _width(table)
     if width < 2 or (len(table) < 2 and len(records) > 1):
-        return 0, 0
+        return _NO_TABLE
     if delimiter == "," and len(table) < len(counts) and all(_is_decimal(record) for record in records):
-        return 0, 0
+        return _NO_TABLE
     cells = [cell for record in records if not record.is_quoted for cell in record.cells]
     torn = sum(_is_torn(cell, delimiter) for cell in cells)
     regular = table.count(width) / len(table)
-    return regular * (1 - torn / max(len(cells), 1)), width
+    return regular * (1 - torn / max(len(cells), 1)), len(table), width
 
 
 def _without_single_cells(counts: Sequence[int]) -> Sequence[int]:
@@ -152,18 +169,18 @@ def _is_torn(cell: str, delimiter: str) -> bool:
     return False
 
 
-def _records(text: str, start: int, delimiter: str) -> Iterator[_Record]:
+def _records(text: str, delimiter: str, quote: str) -> Iterator[_Record]:
     """The records of the file. Quotation marks that do not enclose a cell are signs like others."""
-    place = start
+    place = 0
     while place < len(text):
         match = _LINE.match(text, place)
         line = match[0] if match else ""
         place += len(line)
         plain = line.rstrip("\r\n")
-        if '"' not in plain:
+        if quote not in plain:
             yield _Record(plain.split(delimiter), False)
             continue
-        quoted = _quoted(text, place, line, delimiter)
+        quoted = _quoted(text, place, line, delimiter, quote)
         if quoted is None:
             yield _Record(plain.split(delimiter), False)
         else:
@@ -171,7 +188,7 @@ def _records(text: str, start: int, delimiter: str) -> Iterator[_Record]:
             yield _Record(cells, True)
 
 
-def _quoted(text: str, place: int, line: str, delimiter: str) -> tuple[list[str], int] | None:
+def _quoted(text: str, place: int, line: str, delimiter: str, quote: str) -> tuple[list[str], int] | None:
     """(the cells of a record that begins with a line, where the next begins), or None if no cell in it is enclosed rightly.
 
     place: behind the line.
@@ -180,7 +197,7 @@ def _quoted(text: str, place: int, line: str, delimiter: str) -> tuple[list[str]
     for dialect in dialects:
         lines = _Lines(text, place, line)
         try:
-            cells = next(csv.reader(lines, dialect, delimiter=delimiter))
+            cells = next(csv.reader(lines, dialect, delimiter=delimiter, quotechar=quote))
         except (csv.Error, StopIteration):
             continue
         if delimiter != "\t" or _is_enclosed_between_tabs(cells, line.rstrip("\r\n")):
