@@ -18,10 +18,10 @@ _PAGE_WORDS = 2
 class Area(NamedTuple):
     """Cells from one corner to the other, both included. Rows and columns count from 0."""
 
-    top: int
-    left: int
-    bottom: int
-    right: int
+    first_row: int
+    first_column: int
+    last_row: int
+    last_column: int
 
 
 class TooManyCells(Exception):  # noqa: N818
@@ -83,15 +83,15 @@ class Sheet:
         alone = {number for number, cells in rows.items() if len(cells) == 1}
         spanning: set[int] = set()
         for area in self.merged:
-            text = rows.get(area.top, {}).get(area.left)
+            text = rows.get(area.first_row, {}).get(area.first_column)
             if text is None:
                 continue
-            covered = [column for column in columns if area.left <= column <= area.right]
+            covered = [column for column in columns if area.first_column <= column <= area.last_column]
             if len(covered) > 1:
-                if area.top in alone and area.left == columns[0]:
+                if area.first_row in alone and area.first_column == columns[0]:
                     covered = covered[:1]  # a title or a remark
                 else:
-                    spanning.add(area.top)
+                    spanning.add(area.first_row)
             for number in _rows_within(rows, area):
                 for column in covered:
                     rows[number].setdefault(column, text)
@@ -109,7 +109,7 @@ def _filled(cells: dict[int, str]) -> dict[int, str]:
 
 
 def _rows_within(rows: dict[int, dict[int, str]], area: Area) -> Iterable[int]:
-    numbers = range(area.top, area.bottom + 1)
+    numbers = range(area.first_row, area.last_row + 1)
     if len(numbers) < len(rows):
         return [number for number in numbers if number in rows]
     return [number for number in rows if number in numbers]
