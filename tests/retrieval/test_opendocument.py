@@ -74,11 +74,11 @@ def test_titles_by_their_style():
 def test_headings_are_numbered():
     outline = f"<text:outline-style>{level(1, 'I', kind='outline-level-style')}"
     outline += level(2, "1", "", 'text:display-levels="2"', "outline-level-style") + "</text:outline-style>"
-    heads = (("Scope", 1), ("Fees", 1), ("Boats", 2))
+    heads = (("Scope", 1), ("Piers", 2), ("Fees", 1), ("Boats", 2))
     body = "".join(f'<text:h text:outline-level="{depth}">{text}</text:h>' for text, depth in heads)
     body += '<text:h text:outline-level="1" text:is-list-header="true">Annex</text:h>'
     lines, _ = read(body, styles=outline)
-    assert lines == ["# I. Scope", "# II. Fees", "## II.1 Boats", "# Annex"]
+    assert lines == ["# I. Scope", "## I.1 Piers", "# II. Fees", "## II.1 Boats", "# Annex"]
 
 
 def style(name, properties):

@@ -39,9 +39,19 @@ _INLINE = (
     (re.compile(r"\[[^\]\n]*\]#([^#\n]+)#"), r"\1"),
 )
 _START = re.compile(r"start=(\d+)")
-_NUMERALS = ("decimal", "decimalZero", "lowerAlpha", "upperAlpha", "lowerRoman", "upperRoman", "arabic")
-_KINDS = {"lowerAlpha": "lowerLetter", "upperAlpha": "upperLetter", "arabic": "decimal"}
+_KINDS_BY_DEPTH = ("decimal", "lowerLetter", "lowerRoman", "upperLetter", "upperRoman")
+_NUMERALS = {  # as AsciiDoc and as Word name them
+    "arabic": "decimal",
+    "decimal": "decimalZero",
+    "loweralpha": "lowerLetter",
+    "upperalpha": "upperLetter",
+    "lowerroman": "lowerRoman",
+    "upperroman": "upperRoman",
+    "lowergreek": "lowerGreek",
+}
 _LITERAL = ("-", ".", "`")
+_CONTINUED = " \\"  # at the end of a line
+_LONG_FENCE = "`" * 8
 _HEADING_LEVELS = 6
 _MOST_PASSES = 5  # of attributes in attributes
 
@@ -51,7 +61,8 @@ def read_adoc(data: bytes, title: str) -> Parts:
     decoded, note = decode(data)
     reader = _Reader()
     text = "\n".join(reader.lines(clean(decoded).split("\n")))
-    document = Part("", reader.title or title, re.sub(r"\n{3,}", "\n\n", text), "markdown")
+    markdown = re.sub(r"\n{3,}", "\n\n", text)
+    document = Part("", reader.title or title, markdown, "markdown")
     return [document, *notes(note), *reader.faults]
 
 
@@ -92,15 +103,15 @@ class _Reader:
             stop = _end(lines, place) if fence else place
             if fence and stop < len(lines):
                 inside = lines[place + 1 : stop]
-                yield from self._table(line, inside) if _TABLE.match(line) else self._block(line, inside)
+                convert = self._table if _TABLE.match(line) else self._block
+                yield from convert(line, inside)
                 self._style = ""
             else:
                 stop = place
+                whole = line
                 while self._goes_on(lines, stop):
                     stop += 1
-                whole = " ".join(
-                    part.rstrip(" \\") if number < stop else part for number, part in _numbered(lines, place, stop)
-                )
+                    whole = f"{whole.rstrip(_CONTINUED)} {lines[stop].strip()}"
                 yield from self._line(whole)
                 self._is_apart = not whole.strip()
                 self._is_attached &= not self._is_apart
@@ -108,7 +119,8 @@ class _Reader:
 
     def _goes_on(self, lines: list[str], place: int) -> bool:
         """Whether the value of an attribute goes on on the next line."""
-        return place + 1 < len(lines) and lines[place].endswith(" \\") and (lines[place].startswith(":") or place > 0)
+        is_last = place + 1 == len(lines)
+        return not is_last and lines[place].endswith(" \\")
 
     def _line(self, line: str) -> Iterator[str]:
         attribute = _ATTRIBUTE.match(line)
@@ -117,7 +129,8 @@ class _Reader:
         if line.startswith("//") and not line.startswith("///"):
             self._note("its comments are not read")
         elif attribute:
-            self._attributes[attribute[1].strip("!").lower()] = self._filled(attribute[2] or "")
+            name = attribute[1].strip("!").lower()
+            self._attributes[name] = self._filled(attribute[2] or "")
         elif heading:
             self._counts = {}
             level = min(len(heading[1]), _HEADING_LEVELS)
@@ -162,18 +175,25 @@ class _Reader:
         depth = len(mark) - 1
         box = _CHECK.match(text)
         words = f"[{'x' if box[1] != ' ' else ' '}] {text[box.end() :]}" if box else text
-        self._counts = {level: count for level, count in self._counts.items() if level <= depth}
-        if mark[0] == ".":
-            start = _START.search(self._style)
-            count = int(start[1]) if start else self._counts.get(depth, 0) + 1
-            self._counts[depth] = count
-            named = next((style for style in _NUMERALS if style.lower() in self._style.split(",")), "")
-            kind = named or ("decimal", "lowerLetter", "lowerRoman", "upperLetter", "upperRoman")[depth]
-            sign = f"{numeral(count, _KINDS.get(kind, kind))}."
-        else:
-            sign = "-"
+        for level in list(self._counts):
+            if level > depth:
+                del self._counts[level]
+        sign = self._number(depth) if mark[0] == "." else "-"
         self._style = ""
-        return f"{'   ' * depth}{sign} {self._inline(words)}"
+        indent = "   " * depth
+        return f"{indent}{sign} {self._inline(words)}"
+
+    def _number(self, depth: int) -> str:
+        """The number of the next item."""
+        start = _START.search(self._style)
+        count = self._counts.get(depth, 0) + 1
+        if start:
+            count = int(start[1])
+        self._counts[depth] = count
+        kind = _KINDS_BY_DEPTH[depth]
+        for name in self._style.split(","):
+            kind = _NUMERALS.get(name.strip(), kind)
+        return f"{numeral(count, kind)}."
 
     def _macro(self, name: str, target: str, attributes: str) -> Iterator[str]:
         if name == "include":
@@ -189,10 +209,10 @@ class _Reader:
         if sign == "/":
             self._note("its comments are not read")
         elif (sign in _LITERAL and fence.strip() != "--") or style[0] in ("source", "listing"):
-            language = style[1].strip() if len(style) > 1 else fence.strip("`").strip() if sign == "`" else ""
-            filled = map(self._filled, lines) if "subs=" in self._style and "attributes" in self._style else lines
-            ticks = "```" if not any("```" in line for line in lines) else "`" * 8
-            yield from ("", f"{ticks}{language}", *filled, ticks, "")
+            language = fence.strip("`").strip() if sign == "`" else ""
+            if len(style) > 1:
+                language = style[1].strip()
+            yield from self._code(lines, language)
         elif sign == "+":
             yield from lines
         else:
@@ -205,24 +225,41 @@ class _Reader:
                 yield f"> — {', '.join(part.strip() for part in style[1:])}"
             yield ""
 
+    def _code(self, lines: list[str], language: str) -> Iterator[str]:
+        is_filled = "subs=" in self._style and "attributes" in self._style
+        has_fence = any("```" in line for line in lines)
+        ticks = _LONG_FENCE if has_fence else "```"
+        yield from ("", f"{ticks}{language}")
+        yield from map(self._filled, lines) if is_filled else lines
+        yield from (ticks, "")
+
     def _table(self, fence: str, lines: list[str]) -> Iterator[str]:
-        rows = table_rows(lines, self._style, fence[0])
-        yield from ("", markdown_table([[self._inline(cell) for cell in row] for row in rows]), "")
+        rows = []
+        for row in table_rows(lines, self._style, fence[0]):
+            rows.append([self._inline(cell) for cell in row])
+        yield ""
+        yield markdown_table(rows)
+        yield ""
 
     def _filled(self, text: str) -> str:
         """The text with the values of attributes."""
         for _ in range(_MOST_PASSES):
-            filled = _REFERENCE.sub(lambda match: self._attributes.get(match[1].lower(), match[0]), text)
+            filled = _REFERENCE.sub(self._value, text)
             if filled == text:
                 break
             text = filled
         return text
 
+    def _value(self, reference: re.Match[str]) -> str:
+        """The value of an attribute; the reference itself if the file does not define it."""
+        name = reference[1].lower()
+        return self._attributes.get(name, reference[0])
+
     def _inline(self, text: str) -> str:
         words = _ANCHOR.sub("", self._filled(text))
-        words = _XREF.sub(lambda match: match[2] or match[4] or match[1] or match[3], words)
+        words = _XREF.sub(_referred, words)
         words = _INLINE_IMAGE.sub(self._picture, words)
-        words = _LINK.sub(lambda match: match[2].split(",")[0].rstrip("^") or match[1].removeprefix("link:"), words)
+        words = _LINK.sub(_linked, words)
         for pattern, replacement in _INLINE:
             words = pattern.sub(replacement, words)
         return words
@@ -238,12 +275,23 @@ class _Reader:
             self.faults.append(fault)
 
 
+def _referred(match: re.Match[str]) -> str:
+    words = match[2] or match[4]
+    target = match[1] or match[3]
+    return words or target
+
+
+def _linked(match: re.Match[str]) -> str:
+    words = match[2].split(",")[0].rstrip("^")
+    address = match[1].removeprefix("link:")
+    return words or address
+
+
 def _end(lines: list[str], place: int) -> int:
     """The place of the line that ends a block; behind the last one if none does."""
     fence = lines[place].rstrip()
     closing = "```" if fence.startswith("```") else fence
-    return next((number for number in range(place + 1, len(lines)) if lines[number].rstrip() == closing), len(lines))
-
-
-def _numbered(lines: list[str], start: int, stop: int) -> list[tuple[int, str]]:
-    return [(number, lines[number]) for number in range(start, stop + 1)]
+    for number in range(place + 1, len(lines)):
+        if lines[number].rstrip() == closing:
+            return number
+    return len(lines)

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import csv
 import re
+from typing import NamedTuple
 
 _COLUMNS = re.compile(r'cols\s*=\s*(?:"([^"]*)"|([^,\s"\]]+))')
 _FORMAT = re.compile(r"format\s*=\s*\"?(\w+)")
 _SEPARATOR = re.compile(r'separator\s*=\s*"?([^",\]]+)')
 _DELIMITERS = {"csv": ",", "dsv": ":", "tsv": "\t"}
+_FORMATS = {",": "csv", ":": "dsv"}
 _CELL = r"(?:(\d+)?(?:\.(\d+))?([+*]))?[<^>]?(?:\.[<^>])?[a-z]?"
 
 
 def table_rows(lines: list[str], attributes: str, sign: str) -> list[list[str]]:
     """The rows of a table. attributes: those above it. sign: the first of its fence."""
     kind = _FORMAT.search(attributes)
-    name = kind[1] if kind else {",": "csv", ":": "dsv"}.get(sign, "psv")
+    name = kind[1] if kind else _FORMATS.get(sign, "psv")
+    usual = "!" if sign == "!" else "|"
+    delimiter = _DELIMITERS.get(name, usual)
     separator = _SEPARATOR.search(attributes)
+    if separator:
+        delimiter = separator[1]
     if name in _DELIMITERS:
-        delimiter = separator[1] if separator else _DELIMITERS[name]
-        return [row for row in csv.reader(lines, delimiter=delimiter[:1]) if row]
-    delimiter = separator[1] if separator else "!" if sign == "!" else "|"
-    return _rows(lines, delimiter, _column_count(attributes))
+        rows = csv.reader(lines, delimiter=delimiter[:1])
+        return list(filter(None, rows))
+    columns = _column_count(attributes)
+    return _rows(lines, delimiter, columns)
 
 
 def _column_count(attributes: str) -> int:
@@ -42,21 +48,35 @@ def _rows(lines: list[str], delimiter: str, columns: int) -> list[list[str]]:
     text = "\n".join(lines)
     marks = list(mark.finditer(text))
     first_line = next((line for line in lines if line.strip()), "")
-    columns = columns or sum(_span(match)[0] for match in mark.finditer(first_line)) or 1
-    cells: list[tuple[str, int, int]] = []
-    for match, following in zip(marks, [*marks[1:], None], strict=True):
-        cell = text[match.end() : following.start() if following else len(text)]
-        width, height = _span(match)
-        copies = width if match[3] == "*" else 1
-        cells += [(cell.strip(), 1 if match[3] == "*" else width, height)] * copies
+    if not columns:
+        widths = [_width(match) for match in mark.finditer(first_line)]
+        columns = sum(widths) or 1
+    cells: list[_Cell] = []
+    stops = [match.start() for match in marks[1:]]
+    for match, stop in zip(marks, [*stops, len(text)], strict=True):
+        words = text[match.end() : stop].strip()
+        width = _width(match)
+        height = int(match[2] or 1)
+        if match[3] == "*":
+            cells += [_Cell(words, 1, height)] * width
+        else:
+            cells.append(_Cell(words, width, height))
     return _placed(cells, columns)
 
 
-def _span(match: re.Match[str]) -> tuple[int, int]:
-    return int(match[1] or 1), int(match[2] or 1)
+def _width(match: re.Match[str]) -> int:
+    return int(match[1] or 1)
 
 
-def _placed(cells: list[tuple[str, int, int]], columns: int) -> list[list[str]]:
+class _Cell(NamedTuple):
+    """A cell, and the columns and rows over which it stands."""
+
+    text: str
+    width: int
+    height: int
+
+
+def _placed(cells: list[_Cell], columns: int) -> list[list[str]]:
     """The cells in their rows; a cell over several columns or rows stands in each."""
     rows: list[list[str | None]] = [[None] * columns]
     row = 0
@@ -69,6 +89,6 @@ def _placed(cells: list[tuple[str, int, int]], columns: int) -> list[list[str]]:
         for below in range(row, row + height):
             while below >= len(rows):
                 rows.append([None] * columns)
-            for column in range(start, min(columns, start + width)):
-                rows[below][column] = text
+            stop = min(columns, start + width)
+            rows[below][start:stop] = [text] * (stop - start)
     return [[cell or "" for cell in row] for row in rows]

@@ -44,7 +44,9 @@ def read_captions(data: bytes, title: str) -> Parts:
     if _INNER_TIME.search(text):
         cues = _without_repetition(cues)
     header = _HEADER.match(text)
-    document = Part("", header[1] if header else title, "\n\n".join(_paragraphs(cues)), "plain")
+    named = header[1] if header else title
+    paragraphs = "\n\n".join(_paragraphs(cues))
+    document = Part("", named, paragraphs, "plain")
     comments = "its comments (NOTE) are not read" if _COMMENT.search(text) else ""
     return [document, *notes(note), *notes(comments)]
 
@@ -52,28 +54,34 @@ def read_captions(data: bytes, title: str) -> Parts:
 def _cues(text: str) -> Iterator[_Cue]:
     lines = text.split("\n")
     places = [place for place, line in enumerate(lines) if _CUE.match(line)]
-    for place, following in zip(places, [*places[1:], len(lines) + 1], strict=False):
+    stops = [*places[1:], len(lines) + 1]
+    for place, following in zip(places, stops, strict=False):
         times = _CUE.match(lines[place])
         if times is None:
             continue
-        said = lines[place + 1 : following]
-        if following <= len(lines) and _ends_with_name(said):
-            said = said[:-1]
-        yield from _voices(_seconds(times[1]), _seconds(times[2]), _payload(said))
+        payload = lines[place + 1 : following]
+        if following <= len(lines) and _ends_with_name(payload):
+            payload = payload[:-1]
+        start = _seconds(times[1])
+        stop = _seconds(times[2])
+        yield from _voices(start, stop, _payload(payload))
 
 
 def _ends_with_name(lines: list[str]) -> bool:
     """Whether the last line before a time is the name or number of the next cue."""
     if not lines or not lines[-1].strip():
         return False
-    return lines[-1].strip().isdigit() if len(lines) == 1 or lines[-2].strip() else True
+    is_apart = len(lines) > 1 and not lines[-2].strip()
+    return is_apart or lines[-1].strip().isdigit()
 
 
 def _payload(lines: list[str]) -> str:
     """The text of a cue: up to a comment or style, which stands after a blank line."""
     texts: list[str] = []
     for place, line in enumerate(lines):
-        if line.split(" ")[0].strip() in _BLOCKS and (place == 0 or not lines[place - 1].strip()):
+        is_apart = place == 0 or not lines[place - 1].strip()
+        first_word = line.split(" ")[0].strip()
+        if is_apart and first_word in _BLOCKS:
             break
         texts.append(line)
     return "\n".join(texts)
@@ -84,18 +92,26 @@ def _voices(start: float, stop: float, payload: str) -> Iterator[_Cue]:
     opening, *voices = _VOICE.split(payload)
     if _plain(opening):
         yield _Cue(start, stop, "", _plain(opening))
-    for speaker, text in zip(voices[::2], voices[1::2], strict=True):
-        yield _Cue(start, stop, unescape(speaker).strip(), _plain(text))
+    speakers = voices[::2]
+    texts = voices[1::2]
+    for speaker, text in zip(speakers, texts, strict=True):
+        name = unescape(speaker).strip()
+        yield _Cue(start, stop, name, _plain(text))
 
 
 def _plain(text: str) -> str:
-    words = _TAG.sub("", _INNER_TIME.sub("", _BREAK.sub("\n", text)))
-    return "\n".join(filter(None, (" ".join(unescape(line).split()) for line in words.split("\n"))))
+    broken = _BREAK.sub("\n", text)
+    untimed = _INNER_TIME.sub("", broken)
+    lines = _TAG.sub("", untimed).split("\n")
+    plain = [" ".join(unescape(line).split()) for line in lines]
+    return "\n".join(filter(None, plain))
 
 
 def _seconds(time: str) -> float:
-    *hours, minutes, seconds = time.replace(",", ".").split(":")
-    return 3600 * float(hours[0] if hours else 0) + 60 * float(minutes) + float(seconds)
+    seconds = 0.0
+    for part in time.replace(",", ".").split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
 
 
 def _without_repetition(cues: list[_Cue]) -> list[_Cue]:
@@ -126,7 +142,10 @@ def _paragraphs(cues: list[_Cue]) -> Iterator[str]:
 def _is_new(paragraph: list[_Cue], cue: _Cue) -> bool:
     first, last = paragraph[0], paragraph[-1]
     is_long = cue.start - first.start >= _LONGEST
-    return cue.speaker != last.speaker or cue.start - last.stop > _PAUSE or cue.start < last.start or is_long
+    is_another = cue.speaker != last.speaker
+    is_after_pause = cue.start - last.stop > _PAUSE
+    is_earlier = cue.start < last.start
+    return is_another or is_after_pause or is_earlier or is_long
 
 
 def _paragraph(cues: list[_Cue]) -> str:
@@ -134,5 +153,7 @@ def _paragraph(cues: list[_Cue]) -> str:
     time = f"[{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}]"
     speaker = f" {cues[0].speaker}:" if cues[0].speaker else ""
     texts = [cue.text for cue in cues]
-    lines = "\n".join(texts) if any(map(_SPEAKER.search, texts)) else " ".join(texts).replace("\n", " ")
-    return f"{time}{speaker} {lines}"
+    lines = "\n".join(texts)
+    is_dialogue = any(map(_SPEAKER.search, texts))
+    words = lines if is_dialogue else lines.replace("\n", " ")
+    return f"{time}{speaker} {words}"

@@ -25,7 +25,8 @@ def linear(element: ET.Element) -> str:
         return ""
     if name in _FORMS:
         parts, form = _FORMS[name]
-        return form.format(*(_operand(_part(element, part)) for part in parts.split()))
+        operands = [_operand(_part(element, part)) for part in parts.split()]
+        return form.format(*operands)
     if name in _ROWS:
         rows = [row for row in element if row.tag in (f"{MATH}mr", f"{MATH}e")]
         return _ROWS[name].format("; ".join(map(_row, rows)))
@@ -59,7 +60,8 @@ def _sign(element: ET.Element, name: str, default: str) -> str:
 
 
 def _fraction(element: ET.Element) -> str:
-    above, below = (_operand(_part(element, name)) for name in ("num", "den"))
+    above = _operand(_part(element, "num"))
+    below = _operand(_part(element, "den"))
     if _sign(element, "type", "bar") == "noBar":
         return f"({above} over {below})"
     return f" {above}/{below}"  # the blank keeps 3 1/4 from becoming 31/4
@@ -72,14 +74,22 @@ def _root(element: ET.Element) -> str:
 
 
 def _delimited(element: ET.Element) -> str:
-    inner = _sign(element, "sepChr", "|").join(map(linear, element.findall(f"{MATH}e")))
-    return _sign(element, "begChr", "(") + inner + _sign(element, "endChr", ")")
+    separator = _sign(element, "sepChr", "|")
+    operands = map(linear, element.findall(f"{MATH}e"))
+    opening = _sign(element, "begChr", "(")
+    closing = _sign(element, "endChr", ")")
+    return f"{opening}{separator.join(operands)}{closing}"
 
 
 def _sum(element: ET.Element) -> str:
-    low, high = (_operand(_part(element, name)) for name in ("sub", "sup"))
-    limits = (f"_{low}" if low else "") + (f"^{high}" if high else "")
-    return f"{_sign(element, 'chr', '∫')}{limits} {_part(element, 'e')}"
+    low = _operand(_part(element, "sub"))
+    high = _operand(_part(element, "sup"))
+    sign = _sign(element, "chr", "∫")
+    if low:
+        sign += f"_{low}"
+    if high:
+        sign += f"^{high}"
+    return f"{sign} {_part(element, 'e')}"
 
 
 def _function(element: ET.Element) -> str:

@@ -17,13 +17,17 @@ _MOST_ANCESTORS = 20  # of a style
 def value(element: ET.Element | None, path: str = "", name: str = "val") -> str | None:
     """An attribute of an element, or of one below it; None without the element or the attribute."""
     if element is not None and path:
-        element = element.find("/".join(WORD + step for step in path.split("/")))
+        steps = [WORD + step for step in path.split("/")]
+        element = element.find("/".join(steps))
     return None if element is None else element.get(WORD + name)
 
 
 def is_on(element: ET.Element | None) -> bool:
     """Whether an element that switches something is there and does not say "off"."""
-    return element is not None and element.get(WORD + "val", "1") not in ("0", "false", "off")
+    if element is None:
+        return False
+    state = element.get(f"{WORD}val", "1")
+    return state not in ("0", "false", "off")
 
 
 class _Level(NamedTuple):
@@ -59,7 +63,7 @@ class Numbers:
     """
 
     def __init__(self, numbering: ET.Element | None, styles: ET.Element | None) -> None:
-        self._styles = {style.get(f"{WORD}styleId", ""): style for style in _children(styles, "style")}
+        self._styles = _by_attribute(_children(styles, "style"), "styleId")
         self._lists = _lists(numbering) if numbering is not None else {}
         self._counts: dict[str, dict[int, int]] = {}
         self._used: set[_Place] = set()
@@ -162,11 +166,13 @@ def _children(parent: ET.Element | None, name: str) -> Iterator[ET.Element]:
     return iter(()) if parent is None else parent.iterfind(WORD + name)
 
 
+def _by_attribute(elements: Iterable[ET.Element], name: str) -> dict[str, ET.Element]:
+    return {element.get(WORD + name, ""): element for element in elements}
+
+
 def _lists(numbering: ET.Element) -> dict[str, _List]:
     """The lists of a document by their numbers."""
-    definitions = {
-        definition.get(f"{WORD}abstractNumId", ""): definition for definition in _children(numbering, "abstractNum")
-    }
+    definitions = _by_attribute(_children(numbering, "abstractNum"), "abstractNumId")
     by_style = {value(definition, "styleLink"): name for name, definition in definitions.items()}
     lists = {}
     for number in _children(numbering, "num"):

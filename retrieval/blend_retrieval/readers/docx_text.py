@@ -54,7 +54,10 @@ class Package:
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self.archive = archive
         self._names = set(archive.namelist())
-        self.main = next((target for _, kind, target in self.relations("") if kind == "officeDocument"), _MAIN)
+        self.main = _MAIN
+        for _, kind, target in self.relations(""):
+            if kind == "officeDocument":
+                self.main = target
 
     def root(self, name: str) -> ET.Element | None:
         """The root element of a part, in the transitional format; None if there is no such part."""
@@ -71,12 +74,16 @@ class Package:
         root = self.root(posixpath.join(folder, "_rels", f"{name}.rels"))
         for relation in root if root is not None else ():
             target = relation.get("Target", "")
-            place = target.lstrip("/") if target.startswith("/") else posixpath.normpath(posixpath.join(folder, target))
-            yield relation.get("Id", ""), posixpath.basename(relation.get("Type", "")), place
+            place = posixpath.normpath(posixpath.join(f"/{folder}", target))
+            kind = posixpath.basename(relation.get("Type", ""))
+            yield relation.get("Id", ""), kind, place.lstrip("/")
 
     def related(self, kind: str) -> str:
         """The part of this kind that the document names, or ""."""
-        return next((target for _, name, target in self.relations(self.main) if name == kind), "")
+        for _, name, target in self.relations(self.main):
+            if name == kind:
+                return target
+        return ""
 
     def with_parts(self, parts: dict[str, ET.Element]) -> bytes:
         """The file with these parts in the place of its own, without media."""
@@ -84,7 +91,8 @@ class Package:
         with zipfile.ZipFile(data, "w") as copy:
             for name in sorted(self._names):
                 if name in parts:
-                    copy.writestr(name, ET.tostring(parts[name], "utf-8", xml_declaration=True))
+                    content = ET.tostring(parts[name], "utf-8", xml_declaration=True)
+                    copy.writestr(name, content)
                 elif not name.startswith(_MEDIA):
                     copy.writestr(name, self.archive.read(name))
         return data.getvalue()
@@ -147,7 +155,8 @@ class WordText:
         """The file for mammoth."""
         package = self._package
         parts = {}
-        for name in (package.main, package.related("footnotes"), package.related("endnotes")):
+        notes = map(package.related, ("footnotes", "endnotes"))
+        for name in (package.main, *notes):
             root = package.root(name)
             if root is not None:
                 self._rewrite_children(root)
@@ -167,7 +176,10 @@ class WordText:
             depth = self._numbers.outline_level(name) if style.get(f"{WORD}type") == "paragraph" else None
             shown_name = value(style, "name") or ""
             is_usual = shown_name.lower().startswith(("heading ", "toc", "title"))
-            if depth is not None and depth < _HEADING_LEVELS and not is_usual and name.replace("-", "").isalnum():
+            is_plain = name.replace("-", "").isalnum()
+            if depth is None or is_usual or not is_plain:
+                continue
+            if depth < _HEADING_LEVELS:
                 yield f"p.{name} => h{depth + 1}:fresh"
 
     def faults(self) -> Iterator[Fault]:
@@ -201,9 +213,12 @@ class WordText:
         """What Word shows: a text box by its new description, everything else by the old one that mammoth knows."""
         choice = element.find(f"{_COMPATIBLE}Choice")
         fallback = element.find(f"{_COMPATIBLE}Fallback")
-        if choice is not None and (fallback is None or choice.find(f".//{WORD}txbxContent") is not None):
-            return self._inside(choice)
-        return () if fallback is None else self._inside(fallback)
+        if choice is None:
+            shown = fallback
+        else:
+            has_box = choice.find(f".//{WORD}txbxContent") is not None
+            shown = choice if has_box or fallback is None else fallback
+        return () if shown is None else self._inside(shown)
 
     def _formula(self, element: ET.Element) -> Iterable[ET.Element]:
         return [_run(linear(element).strip())]
@@ -211,7 +226,7 @@ class WordText:
     def _numbered(self, paragraph: ET.Element) -> Iterable[ET.Element]:
         properties = paragraph.find(f"{WORD}pPr")
         mark = None if properties is None else properties.find(f"{WORD}rPr")
-        is_gone = mark is not None and any(mark.find(WORD + name) is not None for name in ("del", "moveFrom"))
+        is_gone = mark is not None and _is_gone(mark)
         number = None if is_gone else self._numbers.next_number(paragraph)
         self._rewrite_children(paragraph)
         if number is not None:
@@ -236,8 +251,8 @@ class WordText:
         if box is None:
             return self._inside(content)
         checked = box.find(f"{_WORD_2010}checked")
-        is_checked = checked is not None and checked.get(f"{_WORD_2010}val", "1") not in ("0", "false")
-        sign = "[x]" if is_checked else "[ ]"
+        state = "0" if checked is None else checked.get(f"{_WORD_2010}val", "1")
+        sign = "[ ]" if state in ("0", "false") else "[x]"
         run = next(content.iter(f"{WORD}r"), None)
         if run is None:
             return [_run(sign)]
@@ -252,7 +267,6 @@ class WordText:
         form = element.find(f"{WORD}ffData")
         if form is None:
             return [element]
-        element.remove(form)
         box = form.find(f"{WORD}checkBox")
         entries = form.find(f"{WORD}ddList")
         if box is not None:
@@ -314,11 +328,12 @@ class WordText:
         comments = {}
         for comment in root if root is not None else ():
             author = comment.get(f"{WORD}author", "").strip()
-            text = " ".join(filter(None, map(_plain, comment.iter(f"{WORD}p"))))
+            paragraphs = map(_plain, comment.iter(f"{WORD}p"))
+            text = " ".join(filter(None, paragraphs))
+            name = comment.get(f"{WORD}id", "")
+            by = f" by {author}" if author else ""
             if text:
-                comments[comment.get(f"{WORD}id", "")] = (
-                    f"comment by {author}: {text}" if author else f"comment: {text}"
-                )
+                comments[name] = f"comment{by}: {text}"
         return comments
 
     def _page_frames(self, body: ET.Element) -> tuple[list[str], list[str]]:
@@ -331,22 +346,31 @@ class WordText:
             shown = {"default": True, "even": has_even, "first": is_on(section.find(f"{WORD}titlePg"))}
             for side in lines:
                 for reference in section.iterfind(f"{WORD}{side}Reference"):
-                    root = self._package.root(places.get(reference.get(_RELATION, ""), ""))
-                    if root is not None and shown.get(reference.get(f"{WORD}type", "default"), False):
+                    place = places.get(reference.get(_RELATION, ""), "")
+                    kind = reference.get(f"{WORD}type", "default")
+                    root = self._package.root(place)
+                    if root is not None and shown.get(kind, False):
                         lines[side] |= dict.fromkeys(self._frame_lines(root))
         return list(lines["header"]), list(lines["footer"])
 
     def _frame_lines(self, root: ET.Element) -> Iterator[str]:
         self._rewrite_children(root)
         for element in root:
-            rows = [[_plain(cell) for cell in row.iter(f"{WORD}tc")] for row in element.iter(f"{WORD}tr")]
-            lines = [" | ".join(filter(None, row)) for row in rows]
+            lines = []
+            for row in element.iter(f"{WORD}tr"):
+                cells = map(_plain, row.iter(f"{WORD}tc"))
+                lines.append(" | ".join(filter(None, cells)))
             if element.tag != f"{WORD}tbl":
                 lines = [_plain(element)]
             for line in lines:
                 text = without_marks(line)
                 if any(map(str.isalnum, text)) and not _is_page_number(text, element):
                     yield text
+
+
+def _is_gone(mark: ET.Element) -> bool:
+    """Whether the end of a paragraph is deleted, or moved away."""
+    return mark.find(f"{WORD}del") is not None or mark.find(f"{WORD}moveFrom") is not None
 
 
 def _outermost(element: ET.Element, tag: str) -> Iterator[ET.Element]:

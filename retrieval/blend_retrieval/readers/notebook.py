@@ -16,6 +16,15 @@ _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-B]")
 _OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
 _PICTURE = re.compile(r"!\[([^\]]*)\]\((attachment:[^)\s]+|data:[^)]*)[^)]*\)")
 _FENCE = re.compile(r"`{3,}")
+_OLD_KINDS = {  # names of outputs before version 4
+    "text": "text/plain",
+    "html": "text/html",
+    "latex": "text/latex",
+    "json": "application/json",
+    "png": "image/png",
+    "jpeg": "image/jpeg",
+    "svg": "image/svg+xml",
+}
 _TEXTS = ("text/markdown", "text/html", "text/latex", "text/plain")
 _FIGURE = re.compile(r"\s*<(?:Figure size |IPython\.core\.display\.\w+ object|matplotlib\.)[^>]*>\s*")
 
@@ -29,12 +38,20 @@ def read_ipynb(data: bytes, title: str) -> Parts:
         raise UnreadableError("is no notebook: it is not JSON") from None
     cells = _cells(notebook)
     reader = _Notebook(_language(notebook))
-    sections = [section for number, cell in enumerate(cells, 1) for section in reader.cell(cell, number)]
-    markdown = "\n\n".join(filter(None, (section.strip("\n") for section in sections)))
+    sections: list[str] = []
+    for number, cell in enumerate(cells, 1):
+        sections += reader.cell(cell, number)
+    stripped = [section.strip("\n") for section in sections]
+    markdown = "\n\n".join(filter(None, stripped))
     first = next(markdown_headings(markdown), None)
     metadata = notebook.get("metadata")
-    named = str(metadata.get("title") or "") if isinstance(metadata, dict) else ""
-    heading = first.text if first and not markdown[: first.start].strip() else ""
+    named = ""
+    if isinstance(metadata, dict):
+        named = str(metadata.get("title") or "")
+    heading = ""
+    if first:
+        text_above = markdown[: first.start].strip()
+        heading = "" if text_above else first.text
     document = Part("", named or heading or title, markdown, "markdown")
     return [document, *notes(note), *reader.faults]
 
@@ -84,7 +101,8 @@ def _fenced(text: str, language: str = "") -> str:
     """A text in a fence that is longer than any inside."""
     if not text.strip():
         return ""
-    longest = max((len(fence[0]) for fence in _FENCE.finditer(text)), default=2)
+    lengths = [len(fence) for fence in _FENCE.findall(text)]
+    longest = max(lengths, default=2)
     fence = "`" * (longest + 1)
     body = text.rstrip().lstrip("\n")
     return f"{fence}{language}\n{body}\n{fence}"
@@ -111,7 +129,8 @@ class _Notebook:
                 if isinstance(output, dict):
                     yield self._output(output, number)
         else:
-            yield _fenced(source) if kind == "raw" and source.lstrip().startswith("<") else source
+            is_markup = kind == "raw" and source.lstrip().startswith("<")
+            yield _fenced(source) if is_markup else source
 
     def _markdown(self, source: str, number: int) -> str:
         """The text of a cell, with the names of pictures that the notebook holds."""
@@ -126,7 +145,9 @@ class _Notebook:
             return _fenced(_shown(_joined(output.get("text"))))
         if kind in ("error", "pyerr"):
             traceback = output.get("traceback")
-            lines = "\n".join(map(str, traceback)) if isinstance(traceback, list) else ""
+            lines = ""
+            if isinstance(traceback, list):
+                lines = "\n".join(map(str, traceback))
             last = f"{output.get('ename', '')}: {output.get('evalue', '')}"
             shown = _shown(lines)
             return _fenced(shown if last.strip(": ") in shown else f"{shown}\n{last}")
@@ -142,9 +163,13 @@ class _Notebook:
         plain = _shown(texts.get("text/plain", ""))
         if _FIGURE.fullmatch(plain):
             plain = ""
-        shown = self._marked_up(texts, number, plain) or _fenced(plain) or texts.get("text/latex", "")
+        marked_up = self._marked_up(texts, number, plain)
+        latex = texts.get("text/latex", "")
+        shown = marked_up or _fenced(plain) or latex
         if not shown and "application/json" in bundle:
-            shown = _fenced(json.dumps(bundle["application/json"], ensure_ascii=False, indent=1), "json")
+            value = bundle["application/json"]
+            written = json.dumps(value, ensure_ascii=False, indent=1)
+            shown = _fenced(written, "json")
         if not shown and not has_picture and bundle:
             self._unread(number, f"shows {', '.join(sorted(bundle))}, which is not read")
         return shown
@@ -155,7 +180,8 @@ class _Notebook:
             return self._markdown(texts["text/markdown"], number)
         html = texts.get("text/html", "")
         if html and ("<table" in html or not plain):
-            return html_to_markdown(f"<body>{html}</body>")[1]
+            _, markdown = html_to_markdown(f"<body>{html}</body>")
+            return markdown
         return ""
 
     def _unread(self, number: int, reason: str) -> None:
@@ -166,6 +192,5 @@ class _Notebook:
 
 def _old_bundle(output: dict[str, Any]) -> dict[str, Any]:
     """The forms of an output before version 4."""
-    kinds = {"text": "text/plain", "html": "text/html", "latex": "text/latex", "png": "image/png", "jpeg": "image/jpeg"}
-    kinds |= {"svg": "image/svg+xml", "json": "application/json"}
-    return {kind: output[name] for name, kind in kinds.items() if name in output}
+    names = output.keys() & _OLD_KINDS.keys()
+    return {_OLD_KINDS[name]: output[name] for name in names}

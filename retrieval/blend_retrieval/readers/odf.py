@@ -17,6 +17,7 @@ from blend_retrieval.readers.zipped import opened_zip
 
 _MANIFEST = "META-INF/manifest.xml"
 _TITLE = ".//{http://purl.org/dc/elements/1.1/}title"
+_FEW = 2  # words such as "Page of"
 _PAGE_FIELDS = (f"{TEXT}page-number", f"{TEXT}page-count")
 
 
@@ -34,12 +35,16 @@ class _File:
             raise UnreadableError("is no OpenDocument file: it has no content")
         self.body: ET.Element = body
         self.styles = self.root("styles.xml")
-        self.html = OdfHtml(styles_of(self.styles, content), lambda place: self.root(f"{place}/content.xml"))
+        styles = styles_of(self.styles, content)
+        self.html = OdfHtml(styles, lambda place: self.root(f"{place}/content.xml"))
 
     def root(self, place: str) -> ET.Element | None:
         """The root element of a part, or None."""
         name = posixpath.normpath(place)
-        return ET.fromstring(self._archive.read(name)) if name in self._names else None
+        if name not in self._names:
+            return None
+        content = self._archive.read(name)
+        return ET.fromstring(content)
 
     def title(self) -> str:
         """The title among the file's properties, or ""."""
@@ -48,14 +53,12 @@ class _File:
 
     def frame_lines(self, side: str) -> list[str]:
         """The distinct lines of the headers or the footers of pages."""
+        pages = [] if self.styles is None else self.styles.iter(f"{STYLE}master-page")
         lines: dict[str, None] = {}
-        for page in self.styles.iter(f"{STYLE}master-page") if self.styles is not None else ():
+        for page in pages:
             for frame in page.iterfind(f"{STYLE}{side}"):
                 for paragraph in frame.iter(f"{TEXT}p"):
-                    text = " ".join(_visible(paragraph).split())
-                    has_page = any(paragraph.find(f".//{field}") is not None for field in _PAGE_FIELDS)
-                    if any(map(str.isalnum, text)) and not (has_page and len(text.split()) <= 2):
-                        lines[text] = None
+                    lines |= dict.fromkeys(_frame_line(paragraph))
         return list(lines)
 
     def document(self, html: str, title: str) -> Parts:
@@ -74,6 +77,15 @@ class _File:
             )
         for note in self.html.notes:
             yield Fault("", note, 0)
+
+
+def _frame_line(paragraph: ET.Element) -> Iterator[str]:
+    """The text of a paragraph in a header or footer, unless it is little more than the number of a page."""
+    words = _visible(paragraph).split()
+    has_page = any(paragraph.find(f".//{field}") is not None for field in _PAGE_FIELDS)
+    is_page_number = has_page and len(words) <= _FEW
+    if any(map(str.isalnum, "".join(words))) and not is_page_number:
+        yield " ".join(words)
 
 
 def _visible(element: ET.Element) -> str:
@@ -102,22 +114,33 @@ def read_odp(data: bytes, title: str) -> Parts:
     """Read the slides as sections, with their notes."""
     with opened_zip(data) as archive:
         file = _File(archive)
-        slides = [_slide(file.html, page) for page in file.body.iter(f"{DRAW}page")]
+        pages = file.body.iter(f"{DRAW}page")
+        slides = [_slide(file.html, page) for page in pages]
         return file.document("".join(slides), title)
 
 
 def _slide(html: OdfHtml, page: ET.Element) -> str:
     """A slide: its title, what stands on it, and its notes."""
-    heading, shapes, notes = [], [], []
+    heading = []
+    texts = []
+    notes: list[str] = []
     for shape in page:
+        kind = shape.get(f"{PRESENTATION}class")
         if shape.tag == f"{PRESENTATION}notes":
-            notes += [html.body(frame) for frame in shape if frame.get(f"{PRESENTATION}class") == "notes"]
-        elif shape.get(f"{PRESENTATION}class") == "title":
-            heading.append(" ".join("".join(shape.itertext()).split()))
+            notes += _notes(html, shape)
+        elif kind == "title":
+            heading += "".join(shape.itertext()).split()
         else:
             wrapper = ET.Element("shape")
             wrapper.append(shape)
-            shapes.append(html.body(wrapper))
-    title = " ".join(filter(None, heading))
-    head = f"<h2>{escape(title, quote=False)}</h2>" if title else ""
-    return head + "".join(f"<div>{text}</div>" for text in [*shapes, *notes] if text.strip())
+            texts.append(html.body(wrapper))
+    title = escape(" ".join(heading), quote=False)
+    head = f"<h2>{title}</h2>" if title else ""
+    shown = [f"<div>{text}</div>" for text in texts + notes]
+    return head + "".join(shown)
+
+
+def _notes(html: OdfHtml, page: ET.Element) -> Iterator[str]:
+    for frame in page:
+        if frame.get(f"{PRESENTATION}class") == "notes":
+            yield html.body(frame)

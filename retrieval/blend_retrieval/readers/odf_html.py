@@ -145,10 +145,12 @@ class OdfHtml:
     def _words(self, element: ET.Element) -> str:
         """The paragraphs of an element in one line."""
         texts = [self._styled(paragraph) for paragraph in element.iter(f"{TEXT}p")]
-        return " ".join(filter(None, (" ".join(text.split()) for text in texts)))
+        lines = [" ".join(text.split()) for text in texts]
+        return " ".join(filter(None, lines))
 
     def _styled(self, element: ET.Element) -> str:
-        tags = self._styles.tags.get(element.get(f"{TEXT}style-name", ""), ())
+        style = element.get(f"{TEXT}style-name", "")
+        tags = self._styles.tags.get(style, ())
         inner = self._inside(element)
         if tags is None:
             if inner.strip():
@@ -174,7 +176,8 @@ class OdfHtml:
         return f"<h{level}>{mark}{self._styled(element)}</h{level}>"
 
     def _list(self, element: ET.Element) -> str:
-        name = element.get(f"{TEXT}style-name") or (self._list_names[-1] if self._list_names else "")
+        outer_name = self._list_names[-1] if self._list_names else ""
+        name = element.get(f"{TEXT}style-name") or outer_name
         self._list_names.append(name)
         depth = len(self._list_names)
         counter = self._counter(element, name, depth)
@@ -197,7 +200,8 @@ class OdfHtml:
         return counter
 
     def _item(self, item: ET.Element, counter: Counter, depth: int) -> str:
-        paragraph = next((child for child in item if child.tag in (f"{TEXT}p", f"{TEXT}h")), None)
+        paragraphs = (child for child in item if child.tag in (f"{TEXT}p", f"{TEXT}h"))
+        paragraph = next(paragraphs, None)
         mark = ""
         if paragraph is not None and not item.tag.endswith("list-header"):
             number = counter.next_number(depth, _start(item))
@@ -264,7 +268,8 @@ class OdfHtml:
             if child.tag in (f"{DRAW}object", f"{DRAW}object-ole"):
                 return self._object(child)
         names = [element.findtext(f"{_SVG}{name}") or "" for name in ("title", "desc")]
-        words = ": ".join(filter(None, (" ".join(name.split()) for name in names)))
+        lines = [" ".join(name.split()) for name in names]
+        words = ": ".join(filter(None, lines))
         self.unread["picture"] += 1
         return f"[picture: {escape(words, quote=False)}]" if words else ""
 

@@ -15,7 +15,8 @@ _KEYWORD = re.compile(r"[ \t]*#\+(\w[\w-]*)(?:\[[^\]]*\])?:[ \t]*(.*)$")
 _BEGIN = re.compile(r"[ \t]*#\+begin_(\w+)[ \t]*(.*)$", re.IGNORECASE)
 _TABLE = re.compile(r"[ \t]*\|")
 _RULER = re.compile(r"[ \t]*\|[-+]+\|?[ \t]*$")
-_COLUMN_MARKS = re.compile(r"<[lcr]?\d*>")
+_COLUMN_MARKS = re.compile(r"(?:<[lcr]?\d*>)?")
+_CELL_END = re.compile(r"(?<!\\)\|")
 _FIXED = re.compile(r"[ \t]*: ?(.*)$")
 _COMMENT = re.compile(r"[ \t]*#(?: |$)")
 _DRAWER = re.compile(r"[ \t]*:(PROPERTIES|LOGBOOK|CLOCK):[ \t]*$", re.IGNORECASE)
@@ -23,7 +24,14 @@ _DRAWER_END = re.compile(r"[ \t]*:END:[ \t]*$", re.IGNORECASE)
 _LINK = re.compile(r"\[\[([^][]+)\](?:\[([^][]+)\])?\]")
 _PICTURE = re.compile(r"(?:file:|\./|\.\./|/)?[^\s]+\.(?:png|jpe?g|gif|svg|webp|tiff?)$", re.IGNORECASE)
 _EMPHASIS = re.compile(r"(?<![\w*/=~+])([*/=~+])(?=\S)((?:(?!\1).)*?\S)\1(?![\w*/=~+])")
-_MARKS = {"*": "**", "/": "*", "=": "`", "~": "`", "+": "~~"}
+_MARKS = {  # of emphasis, and those of Markdown
+    "*": "**",
+    "/": "*",
+    "=": "`",
+    "~": "`",
+    "+": "~~",
+    "_": "",
+}
 _CODE_BLOCKS = ("src", "example", "export")
 _SHOWN_KEYWORDS = ("caption", "author", "date", "subtitle", "description", "email")
 _MACRO = re.compile(r"\{\{\{(\w[\w-]*)(?:\((.*?)\))?\}\}\}")
@@ -52,21 +60,37 @@ class _Reader:
         while place < len(lines):
             line = lines[place]
             begin = _BEGIN.match(line)
-            stop = _until(lines, place, _end_of(begin[1])) if begin else place
-            if begin and stop < len(lines):
-                yield from self._block(begin[1].lower(), begin[2], lines[place + 1 : stop])
-            elif _DRAWER.match(line) and (end := _until(lines, place, _DRAWER_END)) < len(lines):
-                stop = end
-                self._note("its drawers (properties, logs) are not read")
-            elif _TABLE.match(line):
-                stop = _while(lines, place, _TABLE) - 1
-                yield from self._table(lines[place : stop + 1])
-            elif _FIXED.match(line):
-                stop = _while(lines, place, _FIXED) - 1
-                yield from ("```", *(_FIXED.sub(r"\1", fixed) for fixed in lines[place : stop + 1]), "```")
+            drawer = _DRAWER.match(line)
+            ending = _end_of(begin[1]) if begin else _DRAWER_END
+            stop = _until(lines, place, ending) if begin or drawer else len(lines)
+            if stop == len(lines):
+                stop = self._last_of_group(lines, place)
+                yield from self._group(lines[place : stop + 1])
+            elif begin:
+                name = begin[1].lower()
+                inside = lines[place + 1 : stop]
+                yield from self._block(name, begin[2], inside)
             else:
-                yield from self._line(line)
+                self._note("its drawers (properties, logs) are not read")
             place = stop + 1
+
+    def _last_of_group(self, lines: list[str], place: int) -> int:
+        """The last line of a table or of fixed text; this line, if it is neither."""
+        for pattern in (_TABLE, _FIXED):
+            if pattern.match(lines[place]):
+                return _while(lines, place, pattern) - 1
+        return place
+
+    def _group(self, lines: list[str]) -> Iterator[str]:
+        if _TABLE.match(lines[0]):
+            yield from self._table(lines)
+        elif _FIXED.match(lines[0]):
+            yield "```"
+            for line in lines:
+                yield _FIXED.sub(r"\1", line)
+            yield "```"
+        else:
+            yield from self._line(lines[0])
 
     def _line(self, line: str) -> Iterator[str]:
         headline = _HEADLINE.match(line)
@@ -75,7 +99,8 @@ class _Reader:
             level = min(len(headline[1]), _HEADING_LEVELS)
             yield f"{'#' * level} {self._inline(headline[2])}"
         elif keyword:
-            yield from self._keyword(keyword[1].lower(), keyword[2].strip())
+            name = keyword[1].lower()
+            yield from self._keyword(name, keyword[2].strip())
         elif _COMMENT.match(line):
             self._note("its comments are not read")
         else:
@@ -105,24 +130,27 @@ class _Reader:
             yield from (f"{sign}{line}" for line in self.lines(lines))
 
     def _table(self, lines: list[str]) -> Iterator[str]:
-        rows = [
-            [self._inline(cell.strip()) for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
-            for line in lines
-            if not _RULER.match(line)
-        ]
-        shown = [row for row in rows if not all(_COLUMN_MARKS.fullmatch(cell) or not cell for cell in row)]
+        rows = []
+        for line in lines:
+            if _RULER.match(line):
+                continue
+            cells = _CELL_END.split(line.strip().strip("|"))
+            if all(_COLUMN_MARKS.fullmatch(cell.strip()) for cell in cells):
+                continue
+            rows.append([self._inline(cell.strip()) for cell in cells])
         yield ""
-        yield markdown_table(shown)
+        yield markdown_table(rows)
         yield ""
 
     def _inline(self, text: str) -> str:
         replaced = _MACRO.sub(self._macro, text)
         linked = _LINK.sub(self._link, replaced)
-        return _EMPHASIS.sub(lambda match: f"{_MARKS[match[1]]}{match[2]}{_MARKS[match[1]]}", linked)
+        return _EMPHASIS.sub(_emphasized, linked)
 
     def _macro(self, match: re.Match[str]) -> str:
         text = self._macros.get(match[1], match[0])
-        for number, argument in enumerate((match[2] or "").split(","), 1):
+        arguments = (match[2] or "").split(",")
+        for number, argument in enumerate(arguments, 1):
             text = text.replace(f"${number}", argument.strip())
         return text
 
@@ -139,15 +167,26 @@ class _Reader:
             self.faults.append(fault)
 
 
+def _emphasized(match: re.Match[str]) -> str:
+    mark = _MARKS[match[1]]
+    return f"{mark}{match[2]}{mark}"
+
+
 def _end_of(name: str) -> re.Pattern[str]:
     return re.compile(rf"[ \t]*#\+end_{re.escape(name)}[ \t]*$", re.IGNORECASE)
 
 
 def _until(lines: list[str], place: int, pattern: re.Pattern[str]) -> int:
     """The place of the next line that matches; behind the last one if none does."""
-    return next((number for number in range(place + 1, len(lines)) if pattern.match(lines[number])), len(lines))
+    for number in range(place + 1, len(lines)):
+        if pattern.match(lines[number]):
+            return number
+    return len(lines)
 
 
 def _while(lines: list[str], place: int, pattern: re.Pattern[str]) -> int:
     """The place of the next line that does not match."""
-    return next((number for number in range(place, len(lines)) if not pattern.match(lines[number])), len(lines))
+    for number in range(place, len(lines)):
+        if not pattern.match(lines[number]):
+            return number
+    return len(lines)

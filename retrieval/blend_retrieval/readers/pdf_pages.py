@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 from blend_retrieval.readers.pdf_layout import (
@@ -49,7 +48,9 @@ class _Table:
     line: str = ""
 
     def text(self) -> str:
-        return self.line if len(self.cells) == 1 else markdown_table(self.cells) + "\n"
+        if len(self.cells) == 1:
+            return self.line
+        return f"{markdown_table(self.cells)}\n"
 
     def takes(self, rows: _Cells) -> bool:
         """Whether rows at the top of the next page go on with this table, rather than begin one of their own."""
@@ -57,14 +58,21 @@ class _Table:
         pairs = list(enumerate(rows[0]))
         if rows[0] == self.cells[0]:
             return True
-        if not body:  # a header at the foot of its page
-            return any(_is_number(cell) and not _is_number(self.cells[0][column]) for column, cell in pairs)
-        return not any(cell and not _is_number(cell) and _has_numbers(body, column) for column, cell in pairs)
+        for column, cell in pairs:
+            is_word = cell != "" and not _is_number(cell)
+            if body and is_word and _has_numbers(body, column):
+                return False
+        if body:
+            return True
+        names = self.cells[0]  # a header at the foot of its page
+        return any(_is_number(cell) and not _is_number(names[column]) for column, cell in pairs)
 
     def go_on(self, rows: _Cells) -> None:
         """Add rows of the next page, without the header that it repeats."""
-        repeated = takewhile(lambda pair: pair[0] == pair[1], zip(rows, self.cells, strict=False))
-        self.cells += rows[len(list(repeated)) :]
+        start = 0
+        while start < len(rows) and rows[start] == self.cells[start]:
+            start += 1
+        self.cells += rows[start:]
 
 
 def _is_number(cell: str) -> bool:
@@ -151,7 +159,9 @@ def _following(rows: list[Row], table: _Table) -> _Following | None:
         if cells is None or not is_alike:
             cells = _fitting(rows, start, table)
         if cells:
-            return _Following(start, start + len(cells), cells) if table.takes(cells) else None
+            stop = start + len(cells)
+            goes_on = table.takes(cells)
+            return _Following(start, stop, cells) if goes_on else None
     return None
 
 
@@ -160,15 +170,22 @@ def _is_head(rows: list[Row], place: int) -> bool:
     text = " ".join(piece.text for piece in rows[place])
     if _GOES_ON.search(text):
         return True
-    is_heading = any(piece.level for piece in rows[place]) or _CAPTION.match(text)
-    return not is_heading and place + 1 < len(rows) and distance_above(rows, place + 1) > _FRAME_SPACE
+    is_heading = any(piece.level for piece in rows[place])
+    is_last = place + 1 == len(rows)
+    if is_heading or is_last or _CAPTION.match(text):
+        return False
+    return distance_above(rows, place + 1) > _FRAME_SPACE
 
 
 def _are_alike(gutters: list[Span], other_gutters: list[Span]) -> bool:
     if len(gutters) != len(other_gutters):
         return False
-    pairs = zip(gutters, other_gutters, strict=True)
-    return all(max(gap.start, other.start) < min(gap.stop, other.stop) for gap, other in pairs)
+    for gap, gap_above in zip(gutters, other_gutters, strict=True):
+        start = max(gap.start, gap_above.start)
+        stop = min(gap.stop, gap_above.stop)
+        if start >= stop:
+            return False
+    return True
 
 
 def _fitting(rows: list[Row], start: int, table: _Table) -> _Cells:
@@ -180,7 +197,9 @@ def _fitting(rows: list[Row], start: int, table: _Table) -> _Cells:
         cells = cells_of(rows[place], table.gutters)
         is_far = place > start and distance_above(rows, place) > PARAGRAPH
         is_alone = len(rows[place]) == 1 and (is_far or place == start)
-        if cells is None or is_alone or is_jump(rows, start, place) or not _are_aligned(rows[place], table):
+        if cells is None or is_alone or is_jump(rows, start, place):
+            break
+        if not _are_aligned(rows[place], table):
             break
         fitting.append(cells)
     return fitting
@@ -194,4 +213,6 @@ def _are_aligned(row: Row, table: _Table) -> bool:
 
 def _is_below(piece: Piece, above: Piece) -> bool:
     tolerance = piece.height / 2
-    return min(abs(piece.left - above.left), abs(piece.right - above.right)) < tolerance
+    at_left = abs(piece.left - above.left)
+    at_right = abs(piece.right - above.right)
+    return min(at_left, at_right) < tolerance

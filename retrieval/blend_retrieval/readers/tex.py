@@ -25,9 +25,17 @@ _MATH = re.compile(
 _COMMENT = re.compile(r"(?<!\\)((?:\\\\)*)%[^\n]*(?:\n[ \t]*(?=\S))?")
 _COMMENT_BLOCK = re.compile(r"\\begin\{comment\}.*?\\end\{comment\}", re.DOTALL)
 _TOKEN = re.compile(r"\\([a-zA-Z@]+)\*?|\\(.|\n)|([{}~])|(---?|``|''|,,)|\x01(\d+)\x02")
-_DASHES = {"--": "–", "---": "—", "``": "“", "''": "”", ",,": "„"}
+_DASHES = {"--": "–", "---": "—", "``": "“", "''": "”", ",,": "„", "<<": "«", ">>": "»"}
 _HEADINGS = ("part", "chapter", "section", "subsection", "subsubsection", "paragraph", "subparagraph")
-_STYLES = {"textbf": "**", "emph": "*", "textit": "*", "textsl": "*", "texttt": "`", "sout": "~~", "code": "`"}
+_STYLES = {  # commands, and the marks of Markdown
+    "textbf": "**",
+    "emph": "*",
+    "textit": "*",
+    "textsl": "*",
+    "texttt": "`",
+    "code": "`",
+    "sout": "~~",
+}
 _FORMS = {
     "footnote": " [note: {}]",
     "footnotetext": " [note: {}]",
@@ -84,6 +92,10 @@ _LABEL = re.compile(r"label\s*=\s*\{?([^,{}\]]*\\(arabic|alph|Alph|roman|Roman)\
 _START = re.compile(r"start\s*=\s*(\d+)")
 _SET_ITEM = re.compile(r"\\setcounter\{enumi+v?\}\{(\d+)\}")
 _REFERENCE = re.compile(r"\\(?:eq|page|auto|name|[cCvV])?ref\*?\{([^}]*)\}")
+_BIBITEM = re.compile(r"\\bibitem(?:\[[^\]]*\])?\{([^}]*)\}")
+_ASIDE = re.compile(r"\x01(\d+)\x02")
+_WIDE_TABLES = ("tabular*", "tabularx", "tabulary", "xltabular")
+_NUMBERS = ("num", "si", "unit", "ang")
 _HEADING_LEVELS = 6
 _MOST_DEPTH = 50
 
@@ -121,20 +133,21 @@ class _Reader:
 
     def document(self, text: str) -> str:
         """The Markdown of a whole file."""
-        text = _VERBATIM.sub(lambda match: self._put_aside(_fenced(match[3], match[2] or "")), text)
+        text = _VERBATIM.sub(self._code, text)
         if _COMMENT.search(text) or _COMMENT_BLOCK.search(text):
             self._note("its comments are not read")
         text = _COMMENT.sub(r"\1", _COMMENT_BLOCK.sub("", text))
         macros = Macros()
         text = macros.expanded(macros.defined(text))
-        self._references = {key.strip() for keys in _REFERENCE.findall(text) for key in keys.split(",")}
+        for keys in _REFERENCE.findall(text):
+            self._references |= set(keys.replace(" ", "").split(","))
         text = _MATH.sub(lambda match: self._put_aside(match[0]), text)
         self._top = 1 if re.search(r"\\chapter\b", text) else 2
         preamble, begin, body = text.partition("\\begin{document}")
         head = self._head(text)
         shown = body.partition("\\end{document}")[0] if begin else preamble
         markdown = re.sub(r"[ \t]+\n", "\n", f"{head}\n\n{self.converted(shown)}")
-        whole = re.sub(r"\x01(\d+)\x02", lambda match: self._aside[int(match[1])], markdown)
+        whole = self._with_aside(markdown)
         return re.sub(r"\n{3,}", "\n\n", whole).strip()
 
     def _head(self, text: str) -> str:
@@ -142,13 +155,28 @@ class _Reader:
         lines = []
         for name in ("title", "author", "date"):
             command = re.search(rf"\\{name}\b", text)
-            first = option(text, command.end()) if command else None
-            value = argument(text, first.stop if first else command.end()) if command else None
-            words = " ".join(self.converted(value.text).split()).replace(" ,", ",") if value else ""
+            if command is None:
+                continue
+            first = option(text, command.end())
+            place = first.stop if first else command.end()
+            value = argument(text, place)
+            if value is None or not value.text.strip():
+                continue
+            words = " ".join(self.converted(value.text).split())
+            words = words.replace(" ,", ",")
             if name == "title":
-                self.title = re.sub(r"\x01(\d+)\x02", lambda match: self._aside[int(match[1])], words).replace("**", "")
-            lines.append(f"# {words}" if words and name == "title" else words)
-        return "\n\n".join(filter(None, lines))
+                self.title = self._with_aside(words).replace("**", "")
+                words = f"# {words}"
+            lines.append(words)
+        return "\n\n".join(lines)
+
+    def _with_aside(self, text: str) -> str:
+        """The text with what was put aside in its place."""
+        return _ASIDE.sub(lambda match: self._aside[int(match[1])], text)
+
+    def _code(self, match: re.Match[str]) -> str:
+        language = match[2] or ""
+        return self._put_aside(_fenced(match[3], language))
 
     def _put_aside(self, text: str) -> str:
         self._aside.append(text)
@@ -201,9 +229,12 @@ class _Reader:
         if name in ACCENTS:
             return self._accented(text, name, place)
         if name in SIGNS:
-            stop = place + 2 if text.startswith("{}", place) else place
+            sign = SIGNS[name]
+            is_letter = len(sign) == 1 and sign.isalpha()
             blank = re.compile(r"[ \t]+").match(text, place)
-            return SIGNS[name], blank.end() if blank and SIGNS[name].isalpha() and len(SIGNS[name]) == 1 else stop
+            if blank and is_letter:
+                return sign, blank.end()
+            return sign, place + 2 if text.startswith("{}", place) else place
         if name in SILENT:
             return "", self._behind(text, place, SILENT[name])
         first = option(text, place) if name not in ("item",) else None
@@ -249,9 +280,12 @@ class _Reader:
     def _with_arguments(self, text: str, name: str, value: str, stop: int) -> tuple[str, int]:
         second = argument(text, stop)
         if name in _QUANTITIES:
-            values = [value, *([second.text] if second and name not in ("num", "si", "unit", "ang") else [])]
-            shown = " ".join(re.sub(r"\\", " ", part).strip() for part in values)
-            return " ".join(shown.split()), second.stop if second and len(values) > 1 else stop
+            shown = value
+            if second and name not in _NUMBERS:
+                shown = f"{value} {second.text}"
+                stop = second.stop
+            words = shown.replace("\\", " ").split()
+            return " ".join(words), stop
         if name in ("href", "textcolor", "colorbox", "foreignlanguage", "hyperref") and second:
             return self.converted(second.text), second.stop
         return f"\\{name}{{{self.converted(value)}}}", stop
@@ -287,12 +321,15 @@ class _Reader:
             "frame",
             "columns",
         ):
-            content = content[self._behind(content, 0, 1 if name in ("minipage", "multicols") else 0) :]
+            arguments = 1 if name in ("minipage", "multicols") else 0
+            content = content[self._behind(content, 0, arguments) :]
             first = option(content, 0)
-            inner = self.converted(content[first.stop if first else 0 :])
+            start = first.stop if first else 0
+            inner = self.converted(content[start:])
         elif name == "thebibliography":
-            inner = re.sub(r"\\bibitem(?:\[[^\]]*\])?\{([^}]*)\}", r"\n\n[\1] ", content[self._behind(content, 0, 1) :])
-            inner = self.converted(inner)
+            start = self._behind(content, 0, 1)
+            entries = _BIBITEM.sub(r"\n\n[\1] ", content[start:])
+            inner = self.converted(entries)
         else:
             label = (
                 ""
@@ -314,7 +351,8 @@ class _Reader:
         lines = [self.converted(items[0]).strip()]
         for item in items[1:]:
             label = option(item, 0)
-            words = self.converted(item[label.stop if label else 0 :]).strip()
+            start_of_text = label.stop if label else 0
+            words = self.converted(item[start_of_text:]).strip()
             mark = "-"
             if label:
                 shown = self.converted(label.text)
@@ -339,7 +377,8 @@ class _Reader:
         return f"({written})" if kind == "lowerLetter" else f"{written}."
 
     def _table(self, name: str, content: str) -> str:
-        start = self._behind(content, 0, 2 if name in ("tabular*", "tabularx", "tabulary", "xltabular") else 1)
+        arguments = 2 if name in _WIDE_TABLES else 1
+        start = self._behind(content, 0, arguments)
         rows = []
         captions = []
         for row in _split(content[start:], r"\\\\(?:\[[^\]]*\])?|\\tabularnewline(?![a-zA-Z])"):
@@ -348,11 +387,15 @@ class _Reader:
             if caption and value:
                 captions.append(self.converted(value.text))
                 row = row[: caption.start()] + row[value.stop :]
-            cells = [cell for part in _split(row, r"(?<!\\)&") for cell in self._cells(part)]
+            cells = []
+            for part in _split(row, r"(?<!\\)&"):
+                cells += self._cells(part)
             if any(cells):
                 rows.append(cells)
         width = max(map(len, rows), default=0)
-        table = markdown_table([*row, *[""] * (width - len(row))] for row in rows)
+        for cells in rows:
+            cells += [""] * (width - len(cells))
+        table = markdown_table(rows)
         return "\n\n".join([*captions, table])
 
     def _cells(self, part: str) -> list[str]:
@@ -360,7 +403,8 @@ class _Reader:
         span = re.match(r"\s*(?:\\[a-z]+(?:\{[^}]*\}|\([^)]*\))*\s*)*?\\multicolumn\{(\d+)\}\{[^}]*\}", part)
         value = argument(part, span.end()) if span else None
         if span and value:
-            return [self.converted(value.text).strip()] * int(span[1])
+            words = self.converted(value.text).strip()
+            return [words] * int(span[1])
         merged = re.search(r"\\multirow(?:\[[^\]]*\])?\{[^}]*\}\{[^}]*\}", part)
         value = argument(part, merged.end()) if merged else None
         return [self.converted(value.text if value else part).strip()]
