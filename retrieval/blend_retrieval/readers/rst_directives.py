@@ -6,12 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from docutils import nodes
-from docutils.parsers.rst import Directive, directives, languages
-from docutils.parsers.rst.directives.misc import Class
-from docutils.statemachine import StringList
-from docutils.utils import new_document
-
 from blend_retrieval.readers.base import Fault
 
 _USED = re.compile(r"\.\.[ \t]+(?:\|[^|\n]+\|[ \t]+)?([^\W_](?:[\w.+:-]*[^\W_])?)[ ]?::")
@@ -89,6 +83,9 @@ def register_directives(text: str) -> None:
 
     docutils keeps directives for the whole process. These read what its own read, and more.
     """
+    from docutils.parsers.rst import Directive, directives, languages
+    from docutils.utils import new_document
+
     english = languages.get_language("en")
     names = {match[1].lower() for match in _USED.finditer(text)} - set(_AS_THEY_ARE)
     for name in names:
@@ -97,10 +94,9 @@ def register_directives(text: str) -> None:
             continue
         if name in english.directives and directive is None:
             directive, _ = directives.directive(name, english, new_document(""))
-        if name in _OWN:
-            directives.register_directive(name, _OWN[name])
-        elif directive is None or name in _TAKEN_IN:
-            directives.register_directive(name, SphinxDirective)
+        if directive is None or name in _OWN or name in _TAKEN_IN:
+            kind = _OWN.get(name, SphinxDirective)
+            directives.register_directive(name, type(kind.__name__, (kind, Directive), {}))
         elif directive.option_spec:
             members = {"option_spec": _Options(directive.option_spec)}
             directives.register_directive(name, type(directive.__name__, (Lenient, directive), members))
@@ -108,6 +104,8 @@ def register_directives(text: str) -> None:
 
 def is_directive(name: str) -> bool:
     """Whether docutils or Sphinx has a directive of this name."""
+    from docutils.parsers.rst import languages
+
     return (
         name in languages.get_language("en").directives or name in _VERSIONS or name in _TAKEN_IN or name == "seealso"
     )
@@ -119,17 +117,29 @@ def unread_places(document: Any) -> list[Fault]:
     return places
 
 
-class _Date(Directive):  # type: ignore[misc]  # docutils publishes no types
+class _Date:
     """The day on which a document is built: it would change a text that does not change."""
 
     has_content = True
 
     def run(self) -> list[Any]:
+        from docutils import nodes
+
         return [nodes.Text("[date]")]
 
 
-class _Shown(Directive):  # type: ignore[misc]  # docutils publishes no types
-    """What both kinds of directives share: texts of options, and places that are not read."""
+class _Shown:
+    """What both kinds of directives share: texts of options, and places not read. Stands before the class of docutils."""
+
+    name: str
+    arguments: list[str]
+    options: dict[str, Any]
+    content: Any
+    lineno: int
+    content_offset: int
+    block_text: str
+    state: Any
+    state_machine: Any
 
     def unread(self, place: str, reason: str) -> None:
         unread_places(self.state.document).append(Fault(place, reason))
@@ -149,16 +159,17 @@ class _Shown(Directive):  # type: ignore[misc]  # docutils publishes no types
 
     def paragraph(self, label: str, markup: str) -> Any:
         """A paragraph of a label and inline markup."""
+        from docutils import nodes
+
         inline, messages = self.state.inline_text(markup, self.lineno)
         opening = f"{label}: " if label and markup else label
         return nodes.paragraph("", "", nodes.Text(opening), *inline, *messages)
 
     def unknown_options(self) -> dict[str, str]:
         """Take the options that docutils lacks, or whose values it refuses, out of the options."""
-        options: dict[str, Any] = self.options
-        unknown: dict[str, str] = {name: value for name, value in options.items() if isinstance(value, _Unknown)}
+        unknown = {name: str(value) for name, value in self.options.items() if isinstance(value, _Unknown)}
         for name in unknown:
-            del options[name]
+            del self.options[name]
         return unknown
 
 
@@ -172,7 +183,7 @@ class Lenient(_Shown):
         if place and self.name in ("csv-table", "raw"):
             self.unread(place, _OTHER_FILE)
             return [*texts, self.paragraph("", " ".join([*self.arguments[:1], f"({place})"]))]
-        built: list[Any] = super().run()
+        built: list[Any] = super().run()  # type: ignore[misc]  # of docutils' class
         return [*texts, *built]
 
 
@@ -182,7 +193,7 @@ class SphinxDirective(_Shown):
     optional_arguments = 1
     final_argument_whitespace = True
     has_content = True
-    option_spec = _Options(name=directives.unchanged)
+    option_spec = _Options(name=str)
 
     def run(self) -> list[Any]:
         """Its name and argument, options and content, as a reader of the built page sees them."""
@@ -198,17 +209,23 @@ class SphinxDirective(_Shown):
         elif kind in _TAKEN_IN or _GENERATED.match(kind):
             opening = self._named(kind, title)
         elif _LITERAL.fullmatch(kind):
-            code = "\n".join(content)
-            block = [nodes.literal_block(code, code)] if code else []
-            if title and not code:
-                self.unread(title.partition("\n")[0], _OTHER_FILE)
-            return [*self._opening(kind, title), *texts, *block]
+            return [*self._opening(kind, title), *texts, *self._code(title, "\n".join(content))]
         else:
             opening = self._opening(kind, title)
         return [*opening, *texts, *self._nested(content)]
 
-    def _nested(self, content: StringList) -> list[Any]:
+    def _code(self, title: str, code: str) -> list[Any]:
+        """The content as it stands. Where there is none, the argument names a file."""
+        from docutils import nodes
+
+        if title and not code:
+            self.unread(title.partition("\n")[0], _OTHER_FILE)
+        return [nodes.literal_block(code, code)] if code else []
+
+    def _nested(self, content: Any) -> list[Any]:
         """The content, whose headings are below those around it, whatever their rulers are."""
+        from docutils import nodes
+
         memo, container = self.state.memo, nodes.container()
         styles, level = memo.title_styles, memo.section_level
         memo.title_styles, memo.section_level = [], 0
@@ -216,14 +233,13 @@ class SphinxDirective(_Shown):
         memo.title_styles, memo.section_level = styles, level
         return list(container.children)
 
-    def _title_and_content(self) -> tuple[str, StringList]:
+    def _title_and_content(self) -> tuple[str, Any]:
         """The text behind the name and the text below. docutils takes a text that starts in the next line for an argument."""
+        from docutils.statemachine import StringList
+
         title = self.arguments[0] if self.arguments else ""
         first_line = self.block_text.partition("\n")[0]
-        has_title = bool(
-            first_line.partition(f"{self.name}::")[2].strip() or first_line.partition(f"{self.name} ::")[2].strip()
-        )
-        if has_title or not title:
+        if not title or not first_line.rstrip().endswith("::"):
             return title, self.content
         lines = [*title.splitlines(), "", *self.content]
         return "", StringList(lines, self.state.document.current_source or "")
@@ -235,20 +251,23 @@ class SphinxDirective(_Shown):
 
     def _entries(self, lines: list[str]) -> list[Any]:
         """The pages that a table of contents names; they are files of their own."""
+        from docutils import nodes
+
         entries = [" ".join(line.replace("<", "(").replace(">", ")").split()) for line in lines if line.strip()]
         items = [nodes.list_item("", nodes.paragraph("", entry)) for entry in entries]
         return [nodes.bullet_list("", *items)] if items else []
 
     def _named(self, kind: str, title: str) -> list[Any]:
-        is_file = kind in _TAKEN_IN
-        reason = (
-            "is another file, which is not taken in" if is_file else "is taken from source code by Sphinx, and not read"
-        )
+        from docutils import nodes
+
+        reason = _OTHER_FILE if kind in _TAKEN_IN else "is taken from source code by Sphinx, and not read"
         self.unread(title or kind, reason)
         return [nodes.paragraph("", f"{_label(kind)}: {title}" if title else _label(kind))]
 
     def _opening(self, kind: str, title: str) -> list[Any]:
         """The name and argument of a directive: a signature as code, other arguments as text."""
+        from docutils import nodes
+
         name = kind.rpartition(":")[2]
         if ":" in kind or name in _OBJECTS:
             signatures = title.replace("\\\n", " ").splitlines()
@@ -263,6 +282,8 @@ class _Class(SphinxDirective):
     """A class of Python, as Sphinx takes it; or a class of the elements below, as docutils does, where it reads like one."""
 
     def run(self) -> list[Any]:
+        from docutils.parsers.rst.directives.misc import Class
+
         title = " ".join(self.arguments)
         if not _STYLE.fullmatch(title):
             return super().run()
@@ -271,7 +292,7 @@ class _Class(SphinxDirective):
         return classes
 
 
-_OWN = {"date": _Date, "class": _Class}
+_OWN: dict[str, type] = {"date": _Date, "class": _Class}
 
 
 def _label(name: str) -> str:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from docutils import nodes, utils
-from docutils.parsers.rst import languages, roles
-
 _USED = re.compile(r":([a-zA-Z][\w:+.-]*):`|`:([a-zA-Z][\w:+.-]*):|default-role::[ ]+([a-zA-Z][\w:+.-]*)")
 _TITLED = re.compile(r"(.+?)(\s*)<[^<>]*>", re.DOTALL)
 _TEXTS = frozenset(
@@ -20,6 +17,8 @@ _NUMBER = re.compile(r"#?\d+")
 
 def register_roles(text: str) -> None:
     """Make docutils read every role that is used in a text."""
+    from docutils.parsers.rst import languages, roles
+
     english = languages.get_language("en")
     names = {match.expand(r"\1\2\3").lower() for match in _USED.finditer(text)}
     for name in names:
@@ -30,6 +29,8 @@ def register_roles(text: str) -> None:
 
 def _shown(name: str, raw: str, text: str, *_place: Any, **_options: Any) -> tuple[list[Any], list[Any]]:
     """The text that a reader of the built page sees: `pump.start()` for :func:`~pump.start`, Fees for :ref:`Fees <fees>`."""
+    from docutils import nodes, utils
+
     role = name.lower().rpartition(":")[2]
     words = utils.unescape(text)
     titled = _TITLED.fullmatch(words)
