@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
 _FORMS = {  # the parts of an element, and how they are written
@@ -16,7 +16,7 @@ _FORMS = {  # the parts of an element, and how they are written
 _ROWS = {"m": "[{}]", "eqArr": "{}"}
 
 
-def linear(element: ET.Element) -> str:
+def linear(element: Element) -> str:
     """A formula in one line."""
     name = element.tag.removeprefix(MATH)
     if name == "t":
@@ -34,12 +34,12 @@ def linear(element: ET.Element) -> str:
     return special(element) if special else "".join(map(linear, element))
 
 
-def _part(element: ET.Element, name: str) -> str:
+def _part(element: Element, name: str) -> str:
     part = element.find(MATH + name)
     return "" if part is None else linear(part)
 
 
-def _row(row: ET.Element) -> str:
+def _row(row: Element) -> str:
     if row.tag == f"{MATH}e":
         return linear(row)
     return ", ".join(map(linear, row))
@@ -52,14 +52,14 @@ def _operand(formula: str) -> str:
     return f"({words})"
 
 
-def _sign(element: ET.Element, name: str, default: str) -> str:
+def _sign(element: Element, name: str, default: str) -> str:
     """A sign among an element's properties."""
     for sign in element.iterfind(f"*/{MATH}{name}"):
         return sign.get(f"{MATH}val", "")
     return default
 
 
-def _fraction(element: ET.Element) -> str:
+def _fraction(element: Element) -> str:
     above = _operand(_part(element, "num"))
     below = _operand(_part(element, "den"))
     if _sign(element, "type", "bar") == "noBar":
@@ -67,13 +67,13 @@ def _fraction(element: ET.Element) -> str:
     return f" {above}/{below}"  # the blank keeps 3 1/4 from becoming 31/4
 
 
-def _root(element: ET.Element) -> str:
+def _root(element: Element) -> str:
     degree = _operand(_part(element, "deg"))
     radicand = _part(element, "e")
     return f"{_operand(radicand)}^(1/{degree})" if degree else f"√({radicand})"
 
 
-def _delimited(element: ET.Element) -> str:
+def _delimited(element: Element) -> str:
     separator = _sign(element, "sepChr", "|")
     operands = map(linear, element.findall(f"{MATH}e"))
     opening = _sign(element, "begChr", "(")
@@ -81,7 +81,7 @@ def _delimited(element: ET.Element) -> str:
     return f"{opening}{separator.join(operands)}{closing}"
 
 
-def _sum(element: ET.Element) -> str:
+def _sum(element: Element) -> str:
     low = _operand(_part(element, "sub"))
     high = _operand(_part(element, "sup"))
     sign = _sign(element, "chr", "∫")
@@ -92,11 +92,11 @@ def _sum(element: ET.Element) -> str:
     return f"{sign} {_part(element, 'e')}"
 
 
-def _function(element: ET.Element) -> str:
+def _function(element: Element) -> str:
     return f"{_part(element, 'fName')} {_operand(_part(element, 'e'))}"
 
 
-def _accented(element: ET.Element) -> str:
+def _accented(element: Element) -> str:
     return _operand(_part(element, "e")) + _sign(element, "chr", "\u0302")
 
 

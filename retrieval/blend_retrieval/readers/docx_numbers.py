@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.numerals import numeral
 
@@ -14,7 +14,7 @@ _MOST_LEVELS = 9
 _MOST_ANCESTORS = 20  # of a style
 
 
-def value(element: ET.Element | None, path: str = "", name: str = "val") -> str | None:
+def value(element: Element | None, path: str = "", name: str = "val") -> str | None:
     """An attribute of an element, or of one below it; None without the element or the attribute."""
     if element is not None and path:
         steps = [WORD + step for step in path.split("/")]
@@ -22,7 +22,7 @@ def value(element: ET.Element | None, path: str = "", name: str = "val") -> str 
     return None if element is None else element.get(WORD + name)
 
 
-def is_on(element: ET.Element | None) -> bool:
+def is_on(element: Element | None) -> bool:
     """Whether an element that switches something is there and does not say "off"."""
     if element is None:
         return False
@@ -41,12 +41,16 @@ class _Level(NamedTuple):
     style: str | None
 
 
+_Levels = dict[int, _Level]
+_Counts = dict[int, int]
+
+
 class _List(NamedTuple):
     """A list's definition, its levels, and the levels that start anew when it is first used."""
 
     definition: str
-    levels: dict[int, _Level]
-    overrides: dict[int, int]
+    levels: _Levels
+    overrides: _Counts
 
 
 class _Place(NamedTuple):
@@ -62,14 +66,14 @@ class Numbers:
     numbering, styles: the roots of these parts of the file, or None.
     """
 
-    def __init__(self, numbering: ET.Element | None, styles: ET.Element | None) -> None:
+    def __init__(self, numbering: Element | None, styles: Element | None) -> None:
         self._styles = _by_attribute(_children(styles, "style"), "styleId")
         self._lists = _lists(numbering) if numbering is not None else {}
-        self._counts: dict[str, dict[int, int]] = {}
+        self._counts: dict[str, _Counts] = {}
         self._used: set[_Place] = set()
         self.unknown_formats: set[str] = set()
 
-    def next_number(self, paragraph: ET.Element) -> str | None:
+    def next_number(self, paragraph: Element) -> str | None:
         """The number that Word shows before the next paragraph: "" if it hides it, None if there is none, or a bullet."""
         place = self._place(paragraph.find(f"{WORD}pPr"))
         numbered = self._lists.get(place.number) if place else None
@@ -86,10 +90,11 @@ class Numbers:
         for ancestor in self._ancestors(style):
             depth = value(ancestor, "pPr/outlineLvl")
             if depth is not None:
-                return int(depth) if depth.isdigit() and int(depth) < _MOST_LEVELS else None
+                level = int(depth) if depth.isdigit() else _MOST_LEVELS
+                return level if level < _MOST_LEVELS else None
         return None
 
-    def _ancestors(self, style: str | None) -> Iterator[ET.Element]:
+    def _ancestors(self, style: str | None) -> Iterator[Element]:
         for _ in range(_MOST_ANCESTORS):
             element = self._styles.get(style or "")
             if element is None:
@@ -97,7 +102,7 @@ class Numbers:
             yield element
             style = value(element, "basedOn")
 
-    def _place(self, properties: ET.Element | None) -> _Place | None:
+    def _place(self, properties: Element | None) -> _Place | None:
         number = value(properties, "numPr/numId")
         depth = value(properties, "numPr/ilvl")
         style = value(properties, "pStyle")
@@ -113,13 +118,16 @@ class Numbers:
             return None
         return _Place(number, int(depth) if depth and depth.isdigit() else 0)
 
-    def _depth_of_styles(self, number: str, styles: Iterable[ET.Element]) -> str | None:
+    def _depth_of_styles(self, number: str, styles: Iterable[Element]) -> str | None:
         """The level that a list keeps for the first of these styles."""
         numbered = self._lists.get(number)
         levels = numbered.levels.items() if numbered else ()
         depths = {level.style: str(depth) for depth, level in levels if level.style}
-        names = (style.get(f"{WORD}styleId") for style in styles)
-        return next((depths[name] for name in names if name in depths), None)
+        for style in styles:
+            name = style.get(f"{WORD}styleId")
+            if name in depths:
+                return depths[name]
+        return None
 
     def _place_by_style(self, style: str) -> _Place | None:
         places = (
@@ -130,7 +138,7 @@ class Numbers:
         )
         return next(places, None)
 
-    def _count(self, numbered: _List, place: _Place) -> dict[int, int]:
+    def _count(self, numbered: _List, place: _Place) -> _Counts:
         counts = self._counts.setdefault(numbered.definition, {})
         is_first_use = place not in self._used
         self._used.add(place)
@@ -147,7 +155,7 @@ class Numbers:
                 counts.pop(depth, None)
         return counts
 
-    def _shown(self, level: _Level, levels: dict[int, _Level], counts: dict[int, int]) -> str:
+    def _shown(self, level: _Level, levels: _Levels, counts: _Counts) -> str:
         shown = level.pattern
         for depth, count in counts.items():
             kind = levels[depth].format if depth in levels else "decimal"
@@ -158,19 +166,21 @@ class Numbers:
                 written = numeral(count, kind)
                 if written is None:
                     self.unknown_formats.add(kind)
-                shown = shown.replace(sign, str(count) if written is None else written)
+                    written = str(count)
+                shown = shown.replace(sign, written)
         return shown.strip()
 
 
-def _children(parent: ET.Element | None, name: str) -> Iterator[ET.Element]:
-    return iter(()) if parent is None else parent.iterfind(WORD + name)
+def _children(parent: Element | None, name: str) -> Iterator[Element]:
+    if parent is not None:
+        yield from parent.iterfind(WORD + name)
 
 
-def _by_attribute(elements: Iterable[ET.Element], name: str) -> dict[str, ET.Element]:
+def _by_attribute(elements: Iterable[Element], name: str) -> dict[str, Element]:
     return {element.get(WORD + name, ""): element for element in elements}
 
 
-def _lists(numbering: ET.Element) -> dict[str, _List]:
+def _lists(numbering: Element) -> dict[str, _List]:
     """The lists of a document by their numbers."""
     definitions = _by_attribute(_children(numbering, "abstractNum"), "abstractNumId")
     by_style = {value(definition, "styleLink"): name for name, definition in definitions.items()}
@@ -197,7 +207,7 @@ def _lists(numbering: ET.Element) -> dict[str, _List]:
     return lists
 
 
-def _levels(definition: ET.Element | None) -> dict[int, _Level]:
+def _levels(definition: Element | None) -> _Levels:
     levels = {}
     for level in _children(definition, "lvl"):
         depth = int(level.get(f"{WORD}ilvl", "0"))
@@ -213,7 +223,7 @@ def _levels(definition: ET.Element | None) -> dict[int, _Level]:
     return levels
 
 
-def _format(level: ET.Element) -> str:
+def _format(level: Element) -> str:
     """Such as "upperRoman"; of a format of its own the sample, such as "001, 002, 003, ..."."""
     formats = list(level.iter(f"{WORD}numFmt"))
     if not formats:

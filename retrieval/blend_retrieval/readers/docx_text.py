@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.base import Fault
 from blend_retrieval.readers.docx_formulas import MATH, linear
@@ -48,6 +49,10 @@ _CONTENTS = {
 _HEADING_LEVELS = 6
 
 
+Elements = Iterable[Element]
+"""What stands in the place of an element."""
+
+
 class Package:
     """The parts of a Word file, and the relations between them."""
 
@@ -59,7 +64,7 @@ class Package:
             if kind == "officeDocument":
                 self.main = target
 
-    def root(self, name: str) -> ET.Element | None:
+    def root(self, name: str) -> Element | None:
         """The root element of a part, in the transitional format; None if there is no such part."""
         if name not in self._names:
             return None
@@ -85,7 +90,7 @@ class Package:
                 return target
         return ""
 
-    def with_parts(self, parts: dict[str, ET.Element]) -> bytes:
+    def with_parts(self, parts: dict[str, Element]) -> bytes:
         """The file with these parts in the place of its own, without media."""
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as copy:
@@ -98,20 +103,20 @@ class Package:
         return data.getvalue()
 
 
-def _run(text: str) -> ET.Element:
-    run = ET.Element(f"{WORD}r")
+def _run(text: str) -> Element:
+    run = Element(f"{WORD}r")
     run.append(_text(text))
     return run
 
 
-def _text(text: str) -> ET.Element:
-    element = ET.Element(f"{WORD}t", {"{http://www.w3.org/XML/1998/namespace}space": "preserve"})
+def _text(text: str) -> Element:
+    element = Element(f"{WORD}t", {"{http://www.w3.org/XML/1998/namespace}space": "preserve"})
     element.text = text
     return element
 
 
-def _paragraph(text: str) -> ET.Element:
-    paragraph = ET.Element(f"{WORD}p")
+def _paragraph(text: str) -> Element:
+    paragraph = Element(f"{WORD}p")
     paragraph.append(_run(text))
     return paragraph
 
@@ -127,7 +132,7 @@ class WordText:
         self._comments = self._read_comments()
         self._unread: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
-        self._rewriters: dict[str, Callable[[ET.Element], Iterable[ET.Element]]] = {
+        self._rewriters: dict[str, Callable[[Element], Elements]] = {
             f"{_COMPATIBLE}AlternateContent": self._alternative,
             f"{MATH}oMath": self._formula,
             f"{MATH}oMathPara": self._inside,
@@ -140,8 +145,8 @@ class WordText:
             f"{WORD}dir": self._inside,
             f"{WORD}bdo": self._inside,
             f"{WORD}ruby": self._ruby,
-            f"{WORD}cr": lambda element: [ET.Element(f"{WORD}br")],
-            f"{WORD}ptab": lambda element: [ET.Element(f"{WORD}tab")],
+            f"{WORD}cr": lambda element: [Element(f"{WORD}br")],
+            f"{WORD}ptab": lambda element: [Element(f"{WORD}tab")],
             f"{WORD}drawing": self._drawing,
             f"{WORD}pict": self._object,
             f"{WORD}object": self._object,
@@ -173,7 +178,9 @@ class WordText:
         """Rules for mammoth: styles of the document's own that are headings."""
         for style in self._styles if self._styles is not None else ():
             name = style.get(f"{WORD}styleId", "")
-            depth = self._numbers.outline_level(name) if style.get(f"{WORD}type") == "paragraph" else None
+            if style.get(f"{WORD}type") != "paragraph":
+                continue
+            depth = self._numbers.outline_level(name)
             shown_name = value(style, "name") or ""
             is_usual = shown_name.lower().startswith(("heading ", "toc", "title"))
             is_plain = name.replace("-", "").isalnum()
@@ -195,21 +202,21 @@ class WordText:
         for kind in sorted(self._numbers.unknown_formats):
             yield Fault("", f"has lists in the numerals {kind}, which are read as decimal numbers", 0)
 
-    def _rewritten(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _rewritten(self, element: Element) -> Elements:
         rewrite = self._rewriters.get(element.tag)
         if rewrite is not None:
             return rewrite(element)
         self._rewrite_children(element)
         return [element]
 
-    def _rewrite_children(self, element: ET.Element) -> None:
+    def _rewrite_children(self, element: Element) -> None:
         element[:] = list(self._inside(element))
 
-    def _inside(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _inside(self, element: Element) -> Elements:
         """The rewritten children of an element."""
         return list(chain.from_iterable(map(self._rewritten, element)))
 
-    def _alternative(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _alternative(self, element: Element) -> Elements:
         """What Word shows: a text box by its new description, everything else by the old one that mammoth knows."""
         choice = element.find(f"{_COMPATIBLE}Choice")
         fallback = element.find(f"{_COMPATIBLE}Fallback")
@@ -220,10 +227,10 @@ class WordText:
             shown = choice if has_box or fallback is None else fallback
         return () if shown is None else self._inside(shown)
 
-    def _formula(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _formula(self, element: Element) -> Elements:
         return [_run(linear(element).strip())]
 
-    def _numbered(self, paragraph: ET.Element) -> Iterable[ET.Element]:
+    def _numbered(self, paragraph: Element) -> Elements:
         properties = paragraph.find(f"{WORD}pPr")
         mark = None if properties is None else properties.find(f"{WORD}rPr")
         is_gone = mark is not None and _is_gone(mark)
@@ -234,7 +241,7 @@ class WordText:
             paragraph.insert(place, _run(marked_number(number)))
         return [paragraph]
 
-    def _visible(self, run: ET.Element) -> Iterable[ET.Element]:
+    def _visible(self, run: Element) -> Elements:
         if is_on(run.find(f"{WORD}rPr/{WORD}vanish")):
             if any(text.text for text in run.iter(f"{WORD}t")):
                 self._notes["its hidden text is not read"] = None
@@ -242,7 +249,7 @@ class WordText:
         self._rewrite_children(run)
         return [run]
 
-    def _control(self, control: ET.Element) -> Iterable[ET.Element]:
+    def _control(self, control: Element) -> Elements:
         """A content control: a box as [x] or [ ], everything else as the text that it shows."""
         content = control.find(f"{WORD}sdtContent")
         box = control.find(f"{WORD}sdtPr/{_WORD_2010}checkbox")
@@ -262,7 +269,7 @@ class WordText:
         run.append(_text(sign))
         return self._inside(content)
 
-    def _form_field(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _form_field(self, element: Element) -> Elements:
         """A field of an old form: the state of a box, the chosen entry of a list."""
         form = element.find(f"{WORD}ffData")
         if form is None:
@@ -274,37 +281,41 @@ class WordText:
             state = box.find(f"{WORD}default") if state is None else state
             return [element, _text("[x]" if is_on(state) else "[ ]")]
         if entries is not None:
-            place = int(value(entries, "result") or value(entries, "default") or "0")
-            names = [entry.get(f"{WORD}val", "") for entry in entries.iterfind(f"{WORD}listEntry")]
-            return [element, _text(names[place] if place < len(names) else "")]
+            chosen = value(entries, "result") or value(entries, "default")
+            place = int(chosen or "0")
+            names = [value(entry) or "" for entry in entries.iterfind(f"{WORD}listEntry")]
+            name = names[place] if place < len(names) else ""
+            return [element, _text(name)]
         return [element]
 
-    def _instruction(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _instruction(self, element: Element) -> Elements:
         is_form = (element.text or "").strip().startswith(_WITHOUT_RESULT)
         return () if is_form else [element]
 
-    def _ruby(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _ruby(self, element: Element) -> Elements:
         """Text with its reading behind it."""
-        base, reading = (element.find(f"{WORD}{name}") for name in ("rubyBase", "rt"))
-        runs = [*(base if base is not None else ()), _run(f"({_plain(reading)})")]
-        return [inner for run in runs for inner in run if inner.tag != f"{WORD}rPr"]
+        reading = _plain(element.find(f"{WORD}rt"))
+        runs = element.findall(f"{WORD}rubyBase/{WORD}r")
+        inside = list(chain.from_iterable(runs))
+        texts = [inner for inner in inside if inner.tag != f"{WORD}rPr"]
+        return [*texts, _text(f"({reading})")]
 
-    def _drawing(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _drawing(self, element: Element) -> Elements:
         boxes = list(_outermost(element, f"{WORD}txbxContent"))
         self._count_unread(element, boxes)
         if not boxes:
             return [element]
-        picture = ET.Element(f"{WORD}pict")
+        picture = Element(f"{WORD}pict")
         for box in boxes:
             picture.extend(self._inside(box))
         return [picture]
 
-    def _object(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _object(self, element: Element) -> Elements:
         self._count_unread(element, [])
         self._rewrite_children(element)
         return [element]
 
-    def _count_unread(self, element: ET.Element, boxes: Iterable[ET.Element]) -> None:
+    def _count_unread(self, element: Element, boxes: Elements) -> None:
         inside = {id(inner) for box in boxes for inner in box.iter()}
         for inner in element.iter():
             if id(inner) in inside:
@@ -314,12 +325,12 @@ class WordText:
             elif inner.tag in _CONTENTS:
                 self._unread[_CONTENTS[inner.tag]] += 1
 
-    def _deleted(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _deleted(self, element: Element) -> Elements:
         if element.find(f".//{WORD}delText") is not None:
             self._notes["its deleted text (tracked changes) is not read"] = None
         return [element]
 
-    def _comment(self, element: ET.Element) -> Iterable[ET.Element]:
+    def _comment(self, element: Element) -> Elements:
         comment = self._comments.get(element.get(f"{WORD}id", ""))
         return [_text(f" [{comment}]")] if comment else ()
 
@@ -336,12 +347,15 @@ class WordText:
                 comments[name] = f"comment{by}: {text}"
         return comments
 
-    def _page_frames(self, body: ET.Element) -> tuple[list[str], list[str]]:
+    def _page_frames(self, body: Element) -> tuple[list[str], list[str]]:
         """The distinct lines of the headers, and those of the footers."""
-        places = {name: target for name, _, target in self._package.relations(self._package.main)}
+        relations = self._package.relations(self._package.main)
+        places = {name: target for name, _, target in relations}
         settings = self._package.root(self._package.related("settings"))
         has_even = settings is not None and is_on(settings.find(f"{WORD}evenAndOddHeaders"))
-        lines: dict[str, dict[str, None]] = {"header": {}, "footer": {}}
+        lines: dict[str, dict[str, None]] = {}
+        lines["header"] = {}
+        lines["footer"] = {}
         for section in body.iter(f"{WORD}sectPr"):
             shown = {"default": True, "even": has_even, "first": is_on(section.find(f"{WORD}titlePg"))}
             for side in lines:
@@ -353,7 +367,7 @@ class WordText:
                         lines[side] |= dict.fromkeys(self._frame_lines(root))
         return list(lines["header"]), list(lines["footer"])
 
-    def _frame_lines(self, root: ET.Element) -> Iterator[str]:
+    def _frame_lines(self, root: Element) -> Iterator[str]:
         self._rewrite_children(root)
         for element in root:
             lines = []
@@ -368,12 +382,12 @@ class WordText:
                     yield text
 
 
-def _is_gone(mark: ET.Element) -> bool:
+def _is_gone(mark: Element) -> bool:
     """Whether the end of a paragraph is deleted, or moved away."""
     return mark.find(f"{WORD}del") is not None or mark.find(f"{WORD}moveFrom") is not None
 
 
-def _outermost(element: ET.Element, tag: str) -> Iterator[ET.Element]:
+def _outermost(element: Element, tag: str) -> Iterator[Element]:
     for child in element:
         if child.tag == tag:
             yield child
@@ -381,7 +395,7 @@ def _outermost(element: ET.Element, tag: str) -> Iterator[ET.Element]:
             yield from _outermost(child, tag)
 
 
-def _plain(element: ET.Element | None) -> str:
+def _plain(element: Element | None) -> str:
     """The text of an element in one line, without the numbers of pages, which nobody knows before printing."""
     words: list[str] = []
     instruction = ""
@@ -405,7 +419,7 @@ def _is_page_field(instruction: str) -> bool:
     return (instruction.split() or [""])[0].upper() in _PAGE_FIELDS
 
 
-def _is_page_number(text: str, element: ET.Element) -> bool:
+def _is_page_number(text: str, element: Element) -> bool:
     """Whether a line holds a number of a page and at most a few words such as "Page of"."""
     fields = [instruction.text or "" for instruction in element.iter(f"{WORD}instrText")]
     return any(map(_is_page_field, fields)) and len(text.split()) <= 2

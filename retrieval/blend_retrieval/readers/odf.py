@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Iterator
 from html import escape
 from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.html import html_to_markdown
@@ -33,12 +34,12 @@ class _File:
         body = None if content is None else content.find(f"{OFFICE}body")
         if body is None:
             raise UnreadableError("is no OpenDocument file: it has no content")
-        self.body: ET.Element = body
+        self.body: Element = body
         self.styles = self.root("styles.xml")
         styles = styles_of(self.styles, content)
         self.html = OdfHtml(styles, lambda place: self.root(f"{place}/content.xml"))
 
-    def root(self, place: str) -> ET.Element | None:
+    def root(self, place: str) -> Element | None:
         """The root element of a part, or None."""
         name = posixpath.normpath(place)
         if name not in self._names:
@@ -79,7 +80,7 @@ class _File:
             yield Fault("", note, 0)
 
 
-def _frame_line(paragraph: ET.Element) -> Iterator[str]:
+def _frame_line(paragraph: Element) -> Iterator[str]:
     """The text of a paragraph in a header or footer, unless it is little more than the number of a page."""
     words = _visible(paragraph).split()
     has_page = any(paragraph.find(f".//{field}") is not None for field in _PAGE_FIELDS)
@@ -88,7 +89,7 @@ def _frame_line(paragraph: ET.Element) -> Iterator[str]:
         yield " ".join(words)
 
 
-def _visible(element: ET.Element) -> str:
+def _visible(element: Element) -> str:
     """The text of a header or footer, without the numbers of pages."""
     texts = [element.text or ""]
     for child in element:
@@ -119,7 +120,7 @@ def read_odp(data: bytes, title: str) -> Parts:
         return file.document("".join(slides), title)
 
 
-def _slide(html: OdfHtml, page: ET.Element) -> str:
+def _slide(html: OdfHtml, page: Element) -> str:
     """A slide: its title, what stands on it, and its notes."""
     heading = []
     texts = []
@@ -131,7 +132,7 @@ def _slide(html: OdfHtml, page: ET.Element) -> str:
         elif kind == "title":
             heading += "".join(shape.itertext()).split()
         else:
-            wrapper = ET.Element("shape")
+            wrapper = Element("shape")
             wrapper.append(shape)
             texts.append(html.body(wrapper))
     title = escape(" ".join(heading), quote=False)
@@ -140,7 +141,7 @@ def _slide(html: OdfHtml, page: ET.Element) -> str:
     return head + "".join(shown)
 
 
-def _notes(html: OdfHtml, page: ET.Element) -> Iterator[str]:
+def _notes(html: OdfHtml, page: Element) -> Iterator[str]:
     for frame in page:
         if frame.get(f"{PRESENTATION}class") == "notes":
             yield html.body(frame)

@@ -6,7 +6,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.numbered import marked_number
 from blend_retrieval.readers.odf_lists import STYLE, TEXT, Counter, Levels, list_styles
@@ -54,7 +54,7 @@ class Styles(NamedTuple):
     titles: set[str]
 
 
-def styles_of(*roots: ET.Element | None) -> Styles:
+def styles_of(*roots: Element | None) -> Styles:
     """The styles in the parts of a file."""
     tags: dict[str, tuple[str, ...] | None] = {}
     for root in roots:
@@ -65,7 +65,7 @@ def styles_of(*roots: ET.Element | None) -> Styles:
     return Styles(tags, list_styles(*roots), _titles(roots))
 
 
-def _titles(roots: Iterable[ET.Element | None]) -> set[str]:
+def _titles(roots: Iterable[Element | None]) -> set[str]:
     titles = {"Title"}
     for root in roots:
         for style in root.iter(f"{STYLE}style") if root is not None else ():
@@ -74,7 +74,7 @@ def _titles(roots: Iterable[ET.Element | None]) -> set[str]:
     return titles
 
 
-def _tags(properties: ET.Element) -> tuple[str, ...] | None:
+def _tags(properties: Element) -> tuple[str, ...] | None:
     if properties.get(f"{TEXT}display") == "none":
         return None
     tags = []
@@ -91,17 +91,17 @@ def _tags(properties: ET.Element) -> tuple[str, ...] | None:
 class OdfHtml:
     """Writes the elements of a body as HTML. embedded: the root of an object's content by its place, or None."""
 
-    def __init__(self, styles: Styles, embedded: Callable[[str], ET.Element | None]) -> None:
+    def __init__(self, styles: Styles, embedded: Callable[[str], Element | None]) -> None:
         self._styles = styles
         self._embedded = embedded
-        self._controls: dict[str, ET.Element] = {}
+        self._controls: dict[str, Element] = {}
         self._headings = Counter(styles.lists.get("", {}))
         self._lists: dict[str, Counter] = {}
         self._list_names: list[str] = []
         self._last_lists: dict[str, Counter] = {}
         self.unread: Tally[str] = Tally()
         self.notes: dict[str, None] = {}
-        self._writers: dict[str, Callable[[ET.Element], str]] = {
+        self._writers: dict[str, Callable[[Element], str]] = {
             f"{TEXT}h": self._heading,
             f"{TEXT}p": self._paragraph,
             f"{TEXT}span": self._styled,
@@ -121,7 +121,7 @@ class OdfHtml:
             f"{PRESENTATION}notes": lambda element: "",
         }
 
-    def body(self, element: ET.Element) -> str:
+    def body(self, element: Element) -> str:
         """The HTML of a body or another element's content."""
         for control in element.iter():
             name = control.get(_ID) or control.get(f"{FORM}id")
@@ -129,26 +129,26 @@ class OdfHtml:
                 self._controls[name] = control
         return self._inside(element)
 
-    def _write(self, element: ET.Element) -> str:
+    def _write(self, element: Element) -> str:
         if element.tag in _SILENT or element.tag.endswith(_INDEX_SOURCES):
             return ""
         writer = self._writers.get(element.tag)
         return writer(element) if writer else self._inside(element)
 
-    def _inside(self, element: ET.Element) -> str:
+    def _inside(self, element: Element) -> str:
         texts = [escape(element.text or "", quote=False)]
         for child in element:
             texts.append(self._write(child))
             texts.append(escape(child.tail or "", quote=False))
         return "".join(texts)
 
-    def _words(self, element: ET.Element) -> str:
+    def _words(self, element: Element) -> str:
         """The paragraphs of an element in one line."""
         texts = [self._styled(paragraph) for paragraph in element.iter(f"{TEXT}p")]
         lines = [" ".join(text.split()) for text in texts]
         return " ".join(filter(None, lines))
 
-    def _styled(self, element: ET.Element) -> str:
+    def _styled(self, element: Element) -> str:
         style = element.get(f"{TEXT}style-name", "")
         tags = self._styles.tags.get(style, ())
         inner = self._inside(element)
@@ -160,11 +160,11 @@ class OdfHtml:
             inner = f"<{tag}>{inner}</{tag}>"
         return inner
 
-    def _paragraph(self, element: ET.Element) -> str:
+    def _paragraph(self, element: Element) -> str:
         tag = "h1" if element.get(f"{TEXT}style-name") in self._styles.titles else "p"
         return f"<{tag}>{self._styled(element)}</{tag}>"
 
-    def _heading(self, element: ET.Element) -> str:
+    def _heading(self, element: Element) -> str:
         depth = max(1, int(element.get(f"{TEXT}outline-level", "1")))
         stored = element.find(f"{TEXT}number")
         number = stored.text if stored is not None else None
@@ -175,7 +175,7 @@ class OdfHtml:
         level = min(depth, _HEADING_LEVELS)
         return f"<h{level}>{mark}{self._styled(element)}</h{level}>"
 
-    def _list(self, element: ET.Element) -> str:
+    def _list(self, element: Element) -> str:
         outer_name = self._list_names[-1] if self._list_names else ""
         name = element.get(f"{TEXT}style-name") or outer_name
         self._list_names.append(name)
@@ -185,7 +185,7 @@ class OdfHtml:
         self._list_names.pop()
         return f"<ul>{''.join(items)}</ul>"
 
-    def _counter(self, element: ET.Element, name: str, depth: int) -> Counter:
+    def _counter(self, element: Element, name: str, depth: int) -> Counter:
         """The numbers that a list goes on with."""
         former = self._lists.get(element.get(f"{TEXT}continue-list", ""))
         goes_on = element.get(f"{TEXT}continue-numbering") == "true"
@@ -199,7 +199,7 @@ class OdfHtml:
             self._lists[name_of_list] = counter
         return counter
 
-    def _item(self, item: ET.Element, counter: Counter, depth: int) -> str:
+    def _item(self, item: Element, counter: Counter, depth: int) -> str:
         paragraphs = (child for child in item if child.tag in (f"{TEXT}p", f"{TEXT}h"))
         paragraph = next(paragraphs, None)
         mark = ""
@@ -216,30 +216,30 @@ class OdfHtml:
         content = "".join(texts)
         return content if paragraph is None and content.startswith("<ul>") else f"<li>{content}</li>"
 
-    def _comment(self, element: ET.Element) -> str:
+    def _comment(self, element: Element) -> str:
         author = (element.findtext(_CREATOR) or "").strip()
         words = self._words(element)
         by = f" by {escape(author, quote=False)}" if author else ""
         return f" [comment{by}: {words}]" if words else ""
 
-    def _deleted(self, element: ET.Element) -> str:
+    def _deleted(self, element: Element) -> str:
         if element.find(f".//{TEXT}deletion") is not None:
             self.notes["its deleted text (tracked changes) is not read"] = None
         return ""
 
-    def _section(self, element: ET.Element) -> str:
+    def _section(self, element: Element) -> str:
         inner = self._inside(element)
         if element.get(f"{TEXT}display") == "none":
             self.notes["its hidden text is not read"] = None
             return ""
         return inner
 
-    def _ruby(self, element: ET.Element) -> str:
+    def _ruby(self, element: Element) -> str:
         base, reading = (element.find(f"{TEXT}{name}") for name in ("ruby-base", "ruby-text"))
         inner = ["" if part is None else self._inside(part) for part in (base, reading)]
         return f"{inner[0]}({inner[1]})"
 
-    def _rows(self, table: ET.Element) -> str:
+    def _rows(self, table: Element) -> str:
         rows = []
         for row in _rows_of(table):
             cells = "".join(self._cells(row))
@@ -248,7 +248,7 @@ class OdfHtml:
             rows += [f"<tr>{cells}</tr>"] * (min(repeats, _MOST_REPEATS) if has_text else 0)
         return "".join(rows)
 
-    def _cells(self, row: ET.Element) -> Iterator[str]:
+    def _cells(self, row: Element) -> Iterator[str]:
         for cell in row:
             if cell.tag == f"{TABLE}table-cell":
                 spans = "".join(
@@ -259,7 +259,7 @@ class OdfHtml:
                 repeats = int(cell.get(f"{TABLE}number-columns-repeated", "1"))
                 yield f"<td{spans}>{self._inside(cell)}</td>" * min(repeats, _MOST_REPEATS)
 
-    def _frame(self, element: ET.Element) -> str:
+    def _frame(self, element: Element) -> str:
         boxes = [child for child in element if child.tag in (f"{DRAW}text-box", f"{TABLE}table")]
         if boxes:
             texts = [self._write(box) for box in boxes]
@@ -273,7 +273,7 @@ class OdfHtml:
         self.unread["picture"] += 1
         return f"[picture: {escape(words, quote=False)}]" if words else ""
 
-    def _object(self, element: ET.Element) -> str:
+    def _object(self, element: Element) -> str:
         root = self._embedded(element.get(_LINK, ""))
         formula = element.find(f".//{MATH}math") if root is None else next(root.iter(f"{MATH}math"), None)
         if formula is not None:
@@ -282,7 +282,7 @@ class OdfHtml:
         self.unread["chart" if is_chart else "embedded object"] += 1
         return ""
 
-    def _control(self, element: ET.Element) -> str:
+    def _control(self, element: Element) -> str:
         """What a form's field shows."""
         control = self._controls.get(element.get(f"{DRAW}control", ""))
         if control is None:
@@ -303,12 +303,12 @@ class OdfHtml:
         return "" if kind in ("password", "hidden") else escape(value or label)
 
 
-def _start(element: ET.Element) -> int | None:
+def _start(element: Element) -> int | None:
     value = element.get(f"{TEXT}start-value") if element.get(f"{TEXT}restart-numbering", "true") == "true" else None
     return int(value) if value and value.isdigit() else None
 
 
-def _rows_of(table: ET.Element) -> Iterable[ET.Element]:
+def _rows_of(table: Element) -> Iterable[Element]:
     for child in table:
         if child.tag == f"{TABLE}table-row":
             yield child
@@ -316,7 +316,7 @@ def _rows_of(table: ET.Element) -> Iterable[ET.Element]:
             yield from _rows_of(child)
 
 
-def _mathml(formula: ET.Element) -> str:
+def _mathml(formula: Element) -> str:
     """A formula in MathML without namespaces, as HTML has it."""
     name = formula.tag.removeprefix(MATH)
     inner = "".join(map(_mathml, formula))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
-from xml.etree import ElementTree as ET
+from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.numerals import numeral
 
@@ -28,7 +28,7 @@ class _Level(NamedTuple):
 Levels = dict[int, _Level]
 
 
-def list_styles(*roots: ET.Element | None) -> dict[str, Levels]:
+def list_styles(*roots: Element | None) -> dict[str, Levels]:
     """The levels of each list style in these parts, by its name; headings are under ""."""
     styles = {}
     for root in roots:
@@ -39,7 +39,7 @@ def list_styles(*roots: ET.Element | None) -> dict[str, Levels]:
     return styles
 
 
-def _levels(style: ET.Element) -> Iterator[tuple[int, _Level]]:
+def _levels(style: Element) -> Iterator[tuple[int, _Level]]:
     for element in style:
         depth = element.get(f"{TEXT}level", "")
         if depth.isdigit():

@@ -75,10 +75,9 @@ def read_pdf(data: bytes, title: str) -> Parts:
             document.close()
     faults = list(_faults(pages, names))
     marked = with_headings([page.pieces for page in pages], outline)
-    comments = [page.comments for page in pages]
-    texts = [
-        "\n\n".join(filter(None, (text, *notes))) for text, notes in zip(page_texts(marked), comments, strict=True)
-    ]
+    texts: list[str] = []
+    for text, page in zip(page_texts(marked), pages, strict=True):
+        texts += [text, *page.comments]
     text = "\n\n".join(filter(None, texts))
     if not text:
         raise UnreadableError(faults[0].reason if faults else _EMPTY)
@@ -123,7 +122,8 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
         page = document[number]
     except pypdfium2.PdfiumError:
         return _Page([], _DAMAGED)
-    annotations = take_annotations(page, document.formenv.raw if document.formenv else None)
+    form = document.formenv.raw if document.formenv else None
+    annotations = take_annotations(page, form)
     # Draws filled fields and notes into the page, which shows them when it is loaded again.
     if pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
         page.close()
@@ -138,7 +138,9 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
         pieces = list(_pieces(glyphs, text))
         pieces += [_field_piece(field, quarters) for field in annotations.texts]
         fault = _SCAN if _is_scan(page, pieces) else ""
-        return _Page(pieces, fault, tuple(annotations.comments), len(glyphs) < len(drawn))
+        comments = tuple(annotations.comments)
+        has_outside = len(glyphs) < len(drawn)
+        return _Page(pieces, fault, comments, has_outside)
     finally:
         page.close()
 
@@ -195,6 +197,17 @@ class _Glyph(NamedTuple):
     top: float
     outside: bool
 
+    @property
+    def height(self) -> float:
+        return self.top - self.bottom
+
+    @property
+    def centre(self) -> float:
+        return (self.left + self.right) / 2
+
+
+_Glyphs = Sequence[_Glyph]
+
 
 def _upright(box: FS_RECTF | Box, quarters: int) -> tuple[float, float, float, float]:
     """The place of text that is turned by so many quarters, clockwise, as if it were upright."""
@@ -236,8 +249,11 @@ def _glyphs(text: PdfTextPage, visible: FS_RECTF, quarters: int) -> Iterator[_Gl
         unknown = is_unmapped or bool(_NO_CHARACTER.match(sign))
         x = (box.left + box.right) / 2
         y = (box.bottom + box.top) / 2
-        is_inside = visible.left <= x <= visible.right and visible.bottom <= y <= visible.top
-        yield _Glyph(number, sign, unknown, *_upright(box, quarters), not is_inside and not sign.isspace())
+        is_in_width = visible.left <= x <= visible.right
+        is_in_height = visible.bottom <= y <= visible.top
+        is_outside = not (sign.isspace() or (is_in_width and is_in_height))
+        place = _upright(box, quarters)
+        yield _Glyph(number, sign, unknown, *place, is_outside)
 
 
 def _inside(glyphs: Iterable[_Glyph]) -> Iterator[_Glyph]:
@@ -262,23 +278,24 @@ def _field_piece(field: FieldText, quarters: int) -> Piece:
     return Piece(field.text, *_upright(field.box, quarters))
 
 
-def _pieces(glyphs: Sequence[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
+def _pieces(glyphs: _Glyphs, text: PdfTextPage) -> Iterator[Piece]:
     """Stretches of characters without a gap."""
     is_page_from_right = is_right_to_left(_signs(glyphs))
 
-    def is_from_right(line: Sequence[_Glyph]) -> bool:
+    def is_from_right(line: _Glyphs) -> bool:
         signs = _signs(line)
         return is_right_to_left(signs) or (is_page_from_right and has_right_to_left(signs))
 
     for line in _lines(glyphs, is_from_right):
-        yield from _pieces_from_right(line, text) if is_from_right(line) else _pieces_from_left(line, text)
+        cut = _pieces_from_right if is_from_right(line) else _pieces_from_left
+        yield from cut(line, text)
 
 
 def _signs(glyphs: Iterable[_Glyph]) -> str:
     return "".join(glyph.sign for glyph in glyphs)
 
 
-def _lines(glyphs: Sequence[_Glyph], is_from_right: Callable[[Sequence[_Glyph]], bool]) -> Iterator[list[_Glyph]]:
+def _lines(glyphs: _Glyphs, is_from_right: Callable[[_Glyphs], bool]) -> Iterator[list[_Glyph]]:
     """The lines that PDFium finds; those from right to left that stand beside each other are one."""
     lines: list[list[_Glyph]] = [[]]
     for glyph in glyphs:
@@ -287,42 +304,50 @@ def _lines(glyphs: Sequence[_Glyph], is_from_right: Callable[[Sequence[_Glyph]],
             lines.append([])
     joined: list[_Glyph] = []
     for line in lines:
-        if joined and not (is_from_right([*joined, *line]) and _is_beside(joined, line)):
+        goes_on = _is_beside(joined, line) and is_from_right([*joined, *line])
+        if joined and not goes_on:
             yield joined
             joined = []
         joined += line
     yield joined
 
 
-def _is_beside(line: Sequence[_Glyph], following: Sequence[_Glyph]) -> bool:
+def _is_beside(line: _Glyphs, following: _Glyphs) -> bool:
     """Whether a line begins at the height at which another ends."""
-    ends = [[glyph for glyph in glyphs if not glyph.sign.isspace()] for glyphs in (line, following)]
-    if not all(ends):
+    last = _first_letter(reversed(line))
+    first = _first_letter(following)
+    if last is None or first is None:
         return False
-    last, first = ends[0][-1], ends[1][0]
-    overlap = min(last.top, first.top) - max(last.bottom, first.bottom)
-    return 2 * overlap > min(last.top - last.bottom, first.top - first.bottom)
+    top = min(last.top, first.top)
+    bottom = max(last.bottom, first.bottom)
+    return 2 * (top - bottom) > min(last.height, first.height)
 
 
-def _pieces_from_right(line: Sequence[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
+def _first_letter(glyphs: Iterable[_Glyph]) -> _Glyph | None:
+    letters = (glyph for glyph in glyphs if not glyph.sign.isspace())
+    return next(letters, None)
+
+
+def _pieces_from_right(line: _Glyphs, text: PdfTextPage) -> Iterator[Piece]:
     """Stretches of a line from right to left, by the places of its characters."""
     stretch: list[_Glyph] = []
     for glyph in _from_left(line):
         if stretch:
             last = stretch[-1]
             gap = glyph.left - last.right
-            height = max(last.top - last.bottom, glyph.top - glyph.bottom)
+            height = max(last.height, glyph.height)
             if gap > _GAP * height:
                 yield _piece(_as_read(stretch), text)
                 stretch = []
             elif gap > _WORD_GAP * height:
-                stretch.append(last._replace(sign=" ", left=last.right, right=glyph.left))
+                blank = last._replace(sign=" ", left=last.right, right=glyph.left)
+                stretch.append(blank)
         stretch.append(glyph)
     if stretch:
         yield _piece(_as_read(stretch), text)
 
 
-def _from_left(line: Sequence[_Glyph]) -> list[_Glyph]:
+def _from_left(line: _Glyphs) -> list[_Glyph]:
     """The characters of a line from left to right, each with its marks and the blanks behind it."""
     clusters: list[_Glyph] = []
     marks: list[_Glyph] = []
@@ -333,23 +358,31 @@ def _from_left(line: Sequence[_Glyph]) -> list[_Glyph]:
         last = clusters[-1] if clusters else None
         if is_mark(glyph.sign):
             marks.append(glyph)
-        elif last and (last.left, last.right) == (glyph.left, glyph.right) and not glyph.sign.isspace():
+        elif last and _is_same_place(last, glyph):
             clusters[-1] = last._replace(sign=last.sign + glyph.sign)  # one glyph that shows two letters
         else:
             clusters.append(glyph)
     for mark in marks:
-        letters = [place for place, glyph in enumerate(clusters) if not glyph.sign.isspace()]
-        if letters:
-            nearest = min(letters, key=lambda place: abs(_centre(clusters[place]) - _centre(mark)))
-            clusters[nearest] = clusters[nearest]._replace(sign=clusters[nearest].sign + mark.sign)
-    return sorted(clusters, key=_centre)
+        _join_to_nearest(clusters, mark)
+    return sorted(clusters, key=lambda glyph: glyph.centre)
 
 
-def _centre(glyph: _Glyph) -> float:
-    return (glyph.left + glyph.right) / 2
+def _is_same_place(last: _Glyph, glyph: _Glyph) -> bool:
+    if glyph.sign.isspace():
+        return False
+    return (last.left, last.right) == (glyph.left, glyph.right)
 
 
-def _as_read(stretch: Sequence[_Glyph]) -> list[_Glyph]:
+def _join_to_nearest(clusters: list[_Glyph], mark: _Glyph) -> None:
+    """Add a mark to the letter that it stands over or under."""
+    letters = [place for place, glyph in enumerate(clusters) if not glyph.sign.isspace()]
+    if letters:
+        nearest = min(letters, key=lambda place: abs(clusters[place].centre - mark.centre))
+        letter = clusters[nearest]
+        clusters[nearest] = letter._replace(sign=letter.sign + mark.sign)
+
+
+def _as_read(stretch: _Glyphs) -> list[_Glyph]:
     order = reading_order([glyph.sign for glyph in stretch])
     glyphs = [stretch[place] for place in order]
     signs = with_brackets([glyph.sign for glyph in glyphs])
@@ -376,17 +409,17 @@ def _pieces_from_left(glyphs: Iterable[_Glyph], text: PdfTextPage) -> Iterator[P
 def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
     if glyph.sign.isspace():
         return glyph.sign == "\n"
-    height = max(last.top - last.bottom, glyph.top - glyph.bottom)
+    height = max(last.height, glyph.height)
     gap = max(glyph.left - last.right, last.left - glyph.right)
     overlap = min(last.top, glyph.top) - max(last.bottom, glyph.bottom)
     return gap > _GAP * height or overlap < 0
 
 
-def _piece(stretch: Sequence[_Glyph], text: PdfTextPage) -> Piece:
+def _piece(stretch: _Glyphs, text: PdfTextPage) -> Piece:
     signs = [stretch[0].sign]
     for last, glyph in pairwise(stretch):
         rise = glyph.bottom - last.bottom
-        is_raised = rise > _RAISED * (last.top - last.bottom)
+        is_raised = rise > _RAISED * last.height
         if is_raised and last.sign.isdigit() and glyph.sign[0] in "-−0123456789":
             signs.append("^")  # a power
         signs.append(glyph.sign)

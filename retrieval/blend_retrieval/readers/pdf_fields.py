@@ -13,6 +13,7 @@ _HIDDEN = 2 | 32  # flags: hidden, and not to be viewed
 _PASSWORD, _COMB = 1 << 13, 1 << 24  # flags of a text field
 _MOST_OPTIONS = 20  # of a list that is shown whole
 _LINE = 12.0  # points
+_FILLED = 0.9  # of a line's height
 _OFF = ("", "Off")
 
 
@@ -105,7 +106,8 @@ def _is_checked(form: Any, annotation: Any) -> bool:
         return True
     if pdfium.FPDFAnnot_HasKey(annotation, b"AP"):
         return False
-    return _string(annotation, b"AS") not in _OFF or _string(annotation, b"V") not in _OFF
+    states = [_string(annotation, key) for key in (b"AS", b"V")]
+    return any(state not in _OFF for state in states)
 
 
 def _options(form: Any, annotation: Any) -> list[str]:
@@ -143,17 +145,22 @@ def _comment(annotation: Any) -> Iterator[str]:
 
 
 def _lines(text: str) -> list[str]:
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    return [line.strip() for line in lines]
+    return [line.strip() for line in text.splitlines()]
 
 
 def _placed(lines: list[str], box: Box) -> Iterator[FieldText]:
     """The lines one under the other, from the top of their box."""
-    height = min(_LINE, (box.top - box.bottom) / (len(lines) or 1)) or _LINE
-    top = box.top if len(lines) > 1 else (box.top + box.bottom + height) / 2
+    if not lines:
+        return
+    room = (box.top - box.bottom) / len(lines)
+    height = min(_LINE, room) or _LINE
+    middle = (box.top + box.bottom) / 2
+    top = box.top if len(lines) > 1 else middle + height / 2
     for line in lines:
+        bottom = top - _FILLED * height
         if line:
-            yield FieldText(line, Box(box.left, top - 0.9 * height, box.right, top))
+            place = Box(box.left, bottom, box.right, top)
+            yield FieldText(line, place)
         top -= height
 
 

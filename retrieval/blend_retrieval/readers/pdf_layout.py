@@ -216,9 +216,14 @@ def distance_above(rows: list[Row], place: int) -> float:
 def is_jump(rows: list[Row], start: int, place: int) -> bool:
     """Whether the space above a row is far larger than those between its neighbours, as at a running head or foot."""
     space = distance_above(rows, place)
-    near = [number for number in (place - 1, place + 1) if start < number < len(rows)]
-    spaces = [distance_above(rows, number) for number in near]
-    return space > _LEAST_JUMP and bool(spaces) and space > _JUMP * max(min(spaces), PARAGRAPH)
+    spaces = []
+    for number in (place - 1, place + 1):
+        if start < number < len(rows):
+            spaces.append(distance_above(rows, number))
+    if space <= _LEAST_JUMP or not spaces:
+        return False
+    usual = max(min(spaces), PARAGRAPH)
+    return space > _JUMP * usual
 
 
 def gutters_of(row: Row) -> list[Span]:
