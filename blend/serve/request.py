@@ -111,6 +111,7 @@ class Request:
         tenant: "" without tenants.
         user: the application's end user, whose learned text is kept apart from others'; "" if it names none.
         session: one of the user's sessions, which may be deleted with its text; "" if it names none.
+        forwarded: whether a proxy has passed it on, behind which there may be many end users.
         marks: text to keep. Text before several marks is kept for the longest time.
         documents: inserted before the user's last message.
         top_k: chunks to retrieve from the corpus; None retrieves none.
@@ -140,6 +141,7 @@ class Request:
     tenant: str = ""
     user: str = ""
     session: str = ""
+    forwarded: bool = False
     marks: tuple[Mark, ...] = ()
     documents: tuple[GivenDocument, ...] = ()
     top_k: int | None = None

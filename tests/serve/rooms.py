@@ -40,6 +40,7 @@ def serving(
     on_audit: Callable[[Audit], None] = lambda audit: None,
     corrects_learned: bool = False,
     least_gain: int = -(10**6),
+    unnamed: str = "",
     **options: int,
 ) -> Iterator[Service]:
     """A service over a store.
@@ -53,7 +54,9 @@ def serving(
         return service.tenant(tenant).rag(corpus).blender
 
     engine = EmbeddedEngine(rag.blender, blender_of=blender_of, least_gain=least_gain, **options)
-    service = Service(rag, engine, learn_budget=learn_budget, full=full, audit=audit, on_audit=on_audit)
+    service = Service(
+        rag, engine, learn_budget=learn_budget, full=full, audit=audit, on_audit=on_audit, unnamed=unnamed
+    )
     if not corrects_learned:
         service.corrector.close()
     service.warm_up()

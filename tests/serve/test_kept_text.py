@@ -122,6 +122,38 @@ def test_deleting_a_session_forgets_what_it_alone_brought(start: Start) -> None:
     assert Talk(served, "c").delete("mill").status_code == 401
 
 
+def test_holders_of_keys_do_not_share_sessions(start: Start) -> None:
+    served = start(keys=ApiKeys([("xenia", ""), ("yuri", "")]))
+    xenia, yuri = Talk(served, "xenia"), Talk(served, "yuri")
+    own = text(31)
+    xenia.ask(own, session="mill")
+    assert yuri.delete("mill").json()["texts"] == 0
+    assert xenia.delete("mill").json()["texts"] > 0
+
+
+def test_behind_a_proxy_nobody_is_taken_for_another(start: Start) -> None:
+    """Without keys and names, all requests of this machine are one end user's, but for those that a proxy passes on."""
+    served = start(unnamed="this machine")
+
+    def moved(hour: int, **headers: str) -> int:
+        said = [
+            ("system", f"It is {hour} o'clock.\n{text(32)}"),
+            ("user", "Hello."),
+            ("assistant", "Yes?"),
+            ("user", "Gates?"),
+        ]
+        messages = [{"role": role, "content": content} for role, content in said]
+        body = {"messages": messages, "max_tokens": 4, "kvblend": {"edits": "fast"}}
+        response = httpx.post(f"{served.url}{CHAT}", json=body, headers=headers, timeout=60)
+        settled(served.state.service)
+        return int(response.json()["kvblend"]["figures"]["rows_moved"])
+
+    assert moved(9) == 0
+    assert moved(10) > 200
+    assert moved(11, **{"X-Forwarded-For": "10.0.0.7"}) == 0
+    assert moved(12) > 200
+
+
 def test_reasons_in_a_word(start: Start, tmp_path: Path, model: Path) -> None:
     served = start(prefix_budget=0)
     talk = Talk(served)

@@ -192,6 +192,15 @@ def test_the_sessions_of_an_agent_have_one_end_user(name: str) -> None:
     assert end_user("ada", 1) == end_user("ada", 2) != end_user("bob", 1)
 
 
+def test_an_agent_that_names_only_its_session_is_an_end_user_of_its_own() -> None:
+    def end_user(session: int) -> str | None:
+        user_id = f'{{"device_id":"","account_uuid":"","session_id":"ab0e8d3c-6f5f-4b0c-9d63-0c1f5ae0c00{session}"}}'
+        return MessagesBody.model_validate(asked(QUESTION, metadata={"user_id": user_id})).end_user
+
+    assert end_user(1) != end_user(2)
+    assert MessagesBody.model_validate(asked(QUESTION)).end_user == ""
+
+
 def test_a_stream_that_has_begun_ends_with_its_error(serve: Callable[..., Served]) -> None:
     served = serve(http={"grace_s": 0.0})
     with client_of(served) as claude:

@@ -17,7 +17,7 @@ from blend.errors import ConfigError, first_line
 from blend.serve.documents.uploads import DocumentStatus, UploadedFile, file_of
 from blend.serve.http.bodies import UploadBody, read_body, session_name
 from blend.serve.http.errors import Json, json_response, refuse
-from blend.serve.http.state import AppState, admitted, client_of, state_of
+from blend.serve.http.state import AppState, admitted, client_of, session_of, state_of
 from blend.serve.http.to_requests import digest_of_user
 from blend.serve.request import GivenDocument
 from blend.serve.turns import Slices
@@ -94,7 +94,7 @@ async def delete_session(request: Request) -> Response:
         raise refuse(str(error), "session") from None
 
     def work() -> dict[str, int]:
-        forgotten, row_bytes = service.end_session(tenant, user, session)
+        forgotten, row_bytes = service.end_session(tenant, user, session_of(request, session))
         return {"texts": forgotten.texts, "bytes": forgotten.nbytes, "prefix_bytes": row_bytes}
 
     counts = await _in_turn(request, work)

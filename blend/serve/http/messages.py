@@ -42,6 +42,8 @@ _CHOICES = {"any": "required", "tool": "function"}
 # The session that Claude Code writes behind its user, in its older and newer versions.
 _SESSION = re.compile(r'(?<=.)_session_[0-9a-f-]{36}$|(?<="session_id":")[0-9a-f-]{36}(?="}$)')
 
+_NAMES_SOMEBODY = re.compile(r'^[^{]|:"[^"]')  # and not an object in which every value is empty
+
 
 async def create(request: HttpRequest) -> Response:
     """Answer a conversation."""
@@ -217,7 +219,9 @@ class CountBody(ConversationBody):
     @property
     def end_user(self) -> str:
         """The end user without a session, so that the sessions of an agent share what the server learns."""
-        return super().end_user or _SESSION.sub("", self.metadata.user_id)
+        name = self.metadata.user_id
+        without_session = _SESSION.sub("", name)
+        return super().end_user or (without_session if _NAMES_SOMEBODY.search(without_session) else name)
 
     @property
     def marks(self) -> tuple[Mark, ...]:

@@ -30,6 +30,8 @@ _MOST_EMBEDDINGS = 64
 _MOST_DOCUMENTS = 256
 _DOCUMENTS = 16  # requests about documents
 _PORT = re.compile(r":[0-9]*$")
+_FORWARDING = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_HOLDER_DIGITS = 16  # of the digest of a key, in the name of a session
 
 
 @dataclass
@@ -108,6 +110,18 @@ def client_of(request: Request) -> str:
     if state_of(request).keys.required:
         return f"key {digest_of_key(_key_of(request) or '').hex()}"
     return f"address {request.client.host if request.client else ''}"
+
+
+def session_of(request: Request, name: str) -> str:
+    """A session's name among those of all holders of keys without a tenant, who do not know each other; "" for none."""
+    if not name or entry_of(request).tenant or not state_of(request).keys.required:
+        return name
+    return f"{digest_of_key(_key_of(request) or '').hex()[:_HOLDER_DIGITS]}.{name}"
+
+
+def is_forwarded(request: Request) -> bool:
+    """Whether a proxy has passed the request on, behind which there may be many end users."""
+    return any(name in request.headers for name in _FORWARDING)
 
 
 def _key_of(request: Request) -> str | None:

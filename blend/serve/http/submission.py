@@ -19,7 +19,7 @@ from blend.serve.events import Event, Failed, Finished, OnEvent, Output, QueueFu
 from blend.serve.failures import log_error
 from blend.serve.http.bodies import CommonBody, read_body
 from blend.serve.http.errors import ApiError, ended_early, failure_of
-from blend.serve.http.state import admitted, client_of, disconnected, state_of
+from blend.serve.http.state import admitted, client_of, disconnected, is_forwarded, session_of, state_of
 from blend.serve.http.to_requests import CORPUS_CODES, ModelNames, requests_of
 from blend.serve.http.tracing import entry_of
 from blend.serve.prompt import Prompt
@@ -72,7 +72,13 @@ def _prepared(raw: bytes, kind: type[BodyT], channel: EventChannel, formed: list
     for number, request in enumerate(requests):
         yield
         send = partial(joined.send, number)
-        request = replace(request, arrived=channel.begun, cancelled=channel.cancelled)
+        request = replace(
+            request,
+            session=channel.session(request.session),
+            forwarded=channel.forwarded,
+            arrived=channel.begun,
+            cancelled=channel.cancelled,
+        )
         with _failures(kind, channel):
             service.engine.require_room(tenant)  # before the search, which would be in vain
             prompt = service.prepare(request, partial(channel.require, request.deadline_s))
@@ -137,8 +143,9 @@ class JoinedPrompts:
 class EventChannel:
     """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
-    request: HTTP's, with its body already read. begun: when it came. cancelled: of the service's request. `send` is for other
-    threads; the rest is for the event loop.
+    request: HTTP's, with its body already read. begun: when it came. session: gives a session its name among all holders'.
+    forwarded: whether a proxy has passed the request on. cancelled: of the service's request. `send` is for other threads; the
+    rest is for the event loop.
     """
 
     def __init__(self, request: HttpRequest) -> None:
@@ -148,6 +155,8 @@ class EventChannel:
         self._metrics = self.state.metrics
         self._tracing = self.state.tracing
         self.begun = time.monotonic()
+        self.session = partial(session_of, request)
+        self.forwarded = is_forwarded(request)
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self.cancelled = threading.Event()

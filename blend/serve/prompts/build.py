@@ -107,7 +107,7 @@ def completed(reuse: Reuse, tenant: TenantState, request: Request, rules: Rules)
         cited=reuse.cited,
         question=reuse.question,
         learn=learn if learns else None,
-        author=request.users_session or request.user or rules.unnamed,
+        author=request.users_session or request.user or ("" if request.forwarded else rules.unnamed),
         history=reuse.history,
         computed=reuse.computed,
         remember=remember,
