@@ -111,8 +111,8 @@ class CorpusConfig:
         name: the corpus in the store (`blend.corpora`). Each has its own index, surrogate context and KV corrections.
         chunk_tokens: longest chunk, in tokens.
         top_k: chunks to retrieve.
-        min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves all, None takes the
-            embedder's own.
+        min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves any. None takes the
+            embedder's own: 0.15 with minilm, else any.
         embedder: the embedding model.
         reranker: a cross-encoder that orders the chunks found anew.
         codec: how the store keeps KV.

@@ -22,6 +22,7 @@ from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNN
 from blend.store import codec_names
 from blend.store.addresses import is_address, replica_of
 from blend.text import check_corpus_name, is_text, shown
+from blend_retrieval.embedders.base import MINILM_FLOOR
 
 Option = Callable[[Any], Any]  # a decorator of a command
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?")
@@ -352,7 +353,8 @@ retrieval = _together(
     ),
     _field(
         "min_score",
-        "Least similarity to the question of a chunk that is retrieved; 0: any.  [default: 0.15 with minilm, else any]",
+        "Least similarity to the question of a chunk that is retrieved; 0: any.  "
+        f"[default: {MINILM_FLOOR} with minilm, else any]",
     ),
     _embedder(_BY_INDEX),
 )

@@ -21,7 +21,7 @@ _DECAY = 0.5
 _MOST_QUESTIONS = 4  # earlier ones count too little
 _BLOCK, _BLOCK_GROWTH = 1000, 8  # chunks that are sorted first; how many more the next time
 _OF_A_DOCUMENT = 4  # candidates for each place
-_WORDS_WEIGHT = 6.0  # standard deviations of similarity that all of a question's words are worth; docs/retrieval.md
+WORDS_WEIGHT = 6.0  # standard deviations of similarity that all of a question's words are worth; docs/retrieval.md
 _RERANKED = 4  # times as many chunks as are asked for
 
 
@@ -44,7 +44,7 @@ class Retriever:
     Args:
         index: the chunks.
         embedder: the one that made their vectors.
-        min_score: least similarity of a result; 0 sets none. None takes the embedder's own: 0.15 with minilm, none with others.
+        min_score: least similarity of a result; 0: any. None takes the embedder's own: 0.15 with minilm, else any.
         reranker: orders the best ones anew, if given.
 
     Raises:
@@ -114,7 +114,7 @@ class Retriever:
             coverage += _DECAY**age * index.lexical.coverage(question)
         sample = index.profile.sample
         deviation = max(float(similarity[sample].std()), 1e-6)
-        relevance = similarity / deviation + _WORDS_WEIGHT * coverage
+        relevance = similarity / deviation + WORDS_WEIGHT * coverage
         irrelevant = float(relevance[sample].mean())
         relevance[~(similarity >= self._floor)] = -np.inf
         return similarity, relevance, irrelevant

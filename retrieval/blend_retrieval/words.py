@@ -106,8 +106,7 @@ def folded(text: str) -> str:
         return text.casefold()
     patterns = _patterns()
     signs_apart = patterns.signs.sub(r" \g<0> ", text)  # NFKC makes letters of some, such as the trademark sign
-    text = composed(signs_apart).casefold()
-    text = normalize("NFKC", text).translate(_letters())
+    text = composed(signs_apart).casefold().translate(_letters())
     text = patterns.optional_marks.sub(r"\1\2\3", text)
     text = patterns.overlays.sub("", text)
     return str(patterns.digits.sub(lambda digit: str(decimal(digit[0])), text))

@@ -1,10 +1,16 @@
 """Search by words, fused with search by meaning, and what the retriever makes of both."""
 
+import re
+
 import numpy as np
 import pytest
+from places import REPOSITORY
 
+from blend.cli.answer import command
+from blend.config import CorpusConfig
 from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder
+from blend_retrieval.embedders.base import MINILM_FLOOR
 from blend_retrieval.errors import IndexMismatchError, QueryError
 from blend_retrieval.index import ChunkIndex
 from blend_retrieval.lexical import LexicalIndex
@@ -137,3 +143,17 @@ def test_senseless_queries_are_refused(query, k):
 def test_another_embedder_is_refused(other_bag):
     with pytest.raises(IndexMismatchError, match="blurred, not other"):
         Retriever(ChunkIndex([], Blurred().embed([]), "blurred"), other_bag)
+
+
+def test_the_default_of_the_least_similarity_is_the_same_everywhere():
+    option = next(option for option in command.params if option.name == "min_score")
+    texts = {
+        "the command line": option.help,
+        "Python": CorpusConfig.__doc__.partition("min_score:")[2].partition("embedder:")[0],
+        "the retriever": Retriever.__doc__.partition("min_score:")[2].partition("reranker:")[0],
+    }
+    for page in ("serving", "retrieval"):
+        text = (REPOSITORY / "docs" / f"{page}.md").read_text()
+        (texts[page],) = [part for part in text.split("\n\n") if "minilm" in part and "default is" in part]
+    said = {where: re.findall(r"\d\.\d\d", text) for where, text in texts.items()}
+    assert set(map(tuple, said.values())) == {(str(MINILM_FLOOR),)}, said

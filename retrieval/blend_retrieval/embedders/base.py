@@ -14,6 +14,7 @@ Floats: TypeAlias = "npt.NDArray[np.float32]"
 """Vectors, similarities or scores."""
 Integers: TypeAlias = "npt.NDArray[np.int64]"
 """Rows of an index."""
+MINILM_FLOOR = 0.15  # least similarity of a result with minilm; docs/retrieval.md
 Progress = Callable[[str, int, int], None]
 """Called with the stage, "embed", texts done and texts in all, at the start and after every batch."""
 

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from blend_retrieval.embedders.base import Embedder, Floats, Progress
+from blend_retrieval.embedders.base import MINILM_FLOOR, Embedder, Floats, Progress
 from blend_retrieval.hub import LOG, load_model
 
 PACKAGED = "minilm"
@@ -21,7 +21,6 @@ _SAMPLE, _LONGEST = 64, 1000  # passages whose language is detected; characters 
 _SHORTEST = 200  # bytes: in shorter texts names decide, which may be in any language
 # And Nigerian Pidgin, as which English biographies are detected, and no language at all.
 _ENGLISH = ("en", "pcm", "zxx")
-_FLOOR = 0.15  # of minilm; docs/retrieval.md
 _WEIGHTS = (".safetensors", ".bin")
 _WHOLE = {"truncation": False, "padding": False, "verbose": False}  # how texts of any length are tokenised
 _SPARE = 4  # tokens that a part may get more when it is cut out of its text
@@ -49,7 +48,7 @@ class SentenceEmbedder(Embedder):
         self.dimension = int(get_dimension())
         self.window = self._model.max_seq_length
         self._english = name in (PACKAGED, _HUB_ID)
-        self.floor = _FLOOR if self._english else 0.0
+        self.floor = MINILM_FLOOR if self._english else 0.0
         self._digest = _digest_of(path) if is_folder else ""
 
     @property
