@@ -53,6 +53,7 @@ def test_a_first_line_may_name_the_delimiter(line):
         ("Harbour fees 2026\n\nPier;Fee\nA;31,50\nB;12,20\n", ["Harbour fees 2026"]),
         ("Harbour fees 2026;;\nin EUR;;\nPier;Fee;\nA;31,50;\nB;12,20;\n", ["Harbour fees 2026", "in EUR"]),
         ("Day;2026-01-01\n\nPier;Fee;Since\nA;31,50;2020\nB;12,20;2021\n", ["Day; 2026-01-01"]),
+        ("Fees; net\nPier;Fee;Since\nA;31,50;2020\nB;12,20;2021\n", ["Fees; net"]),
     ],
 )
 def test_lines_above_the_header_are_paragraphs(text, captions):

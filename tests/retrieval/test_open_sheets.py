@@ -29,6 +29,7 @@ def table(*rows, name="Fees", attributes=""):
 def test_a_spreadsheet():
     styles = (
         '<style:style style:name="up"><style:text-properties style:text-position="super 58%"/></style:style>'
+        '<style:style style:name="low"><style:text-properties style:text-position="sub 58%"/></style:style>'
         '<style:style style:name="out"><style:text-properties style:text-line-through-style="solid"/></style:style>'
         '<style:style style:name="ta2"><style:table-properties table:display="false"/></style:style>'
     )
@@ -37,7 +38,7 @@ def test_a_spreadsheet():
         row(
             cell("A<text:s text:c='2'/>1"),
             cell("7.5 %", 'office:value="0.075"'),
-            cell("10<text:span text:style-name='up'>6</text:span>"),
+            cell("10<text:span text:style-name='up'>6</text:span> x<text:span text:style-name='low'>1</text:span>"),
         ),
         row(attributes='table:number-rows-repeated="1000000"'),
         row(cell("B"), cell("30", 'table:style-name="out"'), cell("", 'table:number-columns-repeated="1000"')),
@@ -48,7 +49,7 @@ def test_a_spreadsheet():
     hidden = table(row(cell("secret")), name="Draft", attributes='table:style-name="ta2"')
     text, named = read(deleted + fees + hidden, styles)
     assert text.startswith("# Fees\n\n| Pier | Fee | Area |\n| --- | --- | --- |\n")
-    assert grid(text)[1:] == [["A 1", "7.5 %", "10^6^"], ["B", "~~30~~", ""]]
+    assert grid(text)[1:] == [["A 1", "7.5 %", "10^6^ x~1~"], ["B", "~~30~~", ""]]
     assert named == {"sheet Draft": "is hidden"}
 
 
