@@ -22,11 +22,11 @@ def drawn(content):
     return stream(content, b"/Type /XObject /Subtype /Form /BBox [0 0 80 14] " + font)
 
 
-def button(state, flags=0, look=b"/AP << /N << /Yes 7 0 R /Off 8 0 R >> >> "):
+def button(state, flags=0, value=b"", look=b"/AP << /N << /Yes 7 0 R /Off 8 0 R >> >> "):
     field = (
         b"<< /Type /Annot /Subtype /Widget /FT /Btn /T (paid) /Ff %d /V /%s /AS /%s /Rect [120 700 134 714] /F 4 %s>>"
     )
-    return [field % (flags, state, state, look), drawn(b"BT /Z 12 Tf 2 2 Td (4) Tj ET"), drawn(b"")]
+    return [field % (flags, value or state, state, look), drawn(b"BT /Z 12 Tf 2 2 Td (4) Tj ET"), drawn(b"")]
 
 
 def field(entries, flags=4):
@@ -46,6 +46,7 @@ def note(kind, contents, entries=b""):
         (button(b"Yes"), "Paid: [x] in full"),
         (button(b"Off"), "Paid: [ ] in full"),
         (button(b"Yes", look=b""), "Paid: [x] in full"),
+        (button(b"Off", value=b"Yes"), "Paid: [ ] in full"),
         (button(b"Yes", flags=1 << 15), "Paid: (x) in full"),
         (button(b"Off", flags=1 << 15), "Paid: ( ) in full"),
         ([field(b"/FT /Ch /Ff 131072 /Opt [(north) (south)] /V (south)")], "Paid: south in full"),

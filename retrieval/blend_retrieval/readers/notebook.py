@@ -28,6 +28,8 @@ _OLD_KINDS = {  # names of outputs before version 4
 _TEXTS = ("text/markdown", "text/html", "text/latex", "text/plain")
 _FIGURE = re.compile(r"\s*<(?:Figure size |IPython\.core\.display\.\w+ object|matplotlib\.)[^>]*>\s*")
 
+_Json = dict[str, Any]
+
 
 def read_ipynb(data: bytes, title: str) -> Parts:
     """Read a notebook as one document, under its first heading. Pictures and widgets are named, not read."""
@@ -61,14 +63,19 @@ def _cells(notebook: Any) -> list[Any]:
     if isinstance(notebook, dict):
         sheets = notebook.get("worksheets")
         holders = sheets if isinstance(sheets, list) else [notebook]
-        lists = [holder.get("cells") for holder in holders if isinstance(holder, dict)]
-        cells = [cell for cells in lists if isinstance(cells, list) for cell in cells]
-        if any(isinstance(cells, list) for cells in lists):
+        cells: list[Any] = []
+        is_notebook = False
+        for holder in holders:
+            inside = holder.get("cells") if isinstance(holder, dict) else None
+            if isinstance(inside, list):
+                is_notebook = True
+                cells += inside
+        if is_notebook:
             return [cell for cell in cells if isinstance(cell, dict)]
     raise UnreadableError("is no notebook: it has no cells")
 
 
-def _language(notebook: dict[str, Any]) -> str:
+def _language(notebook: _Json) -> str:
     metadata = notebook.get("metadata")
     for name, key in (("language_info", "name"), ("kernelspec", "language")):
         about = metadata.get(name) if isinstance(metadata, dict) else None
@@ -115,7 +122,7 @@ class _Notebook:
         self._language = language
         self.faults: list[Fault] = []
 
-    def cell(self, cell: dict[str, Any], number: int) -> Iterator[str]:
+    def cell(self, cell: _Json, number: int) -> Iterator[str]:
         source = _joined(cell.get("source", cell.get("input")))
         kind = cell.get("cell_type")
         if kind == "markdown":
@@ -139,7 +146,7 @@ class _Notebook:
             self._unread(number, "holds a picture, which is not read")
         return _PICTURE.sub(lambda match: match[1], source)
 
-    def _output(self, output: dict[str, Any], number: int) -> str:
+    def _output(self, output: _Json, number: int) -> str:
         kind = output.get("output_type")
         if kind == "stream":
             return _fenced(_shown(_joined(output.get("text"))))
@@ -152,9 +159,11 @@ class _Notebook:
             shown = _shown(lines)
             return _fenced(shown if last.strip(": ") in shown else f"{shown}\n{last}")
         bundle = output.get("data")
-        return self._bundle(bundle if isinstance(bundle, dict) else _old_bundle(output), number)
+        if not isinstance(bundle, dict):
+            bundle = _old_bundle(output)
+        return self._bundle(bundle, number)
 
-    def _bundle(self, bundle: dict[str, Any], number: int) -> str:
+    def _bundle(self, bundle: _Json, number: int) -> str:
         """The first of an output's forms that is text."""
         has_picture = any(kind.startswith("image/") for kind in bundle)
         if has_picture:
@@ -190,7 +199,7 @@ class _Notebook:
             self.faults.append(fault)
 
 
-def _old_bundle(output: dict[str, Any]) -> dict[str, Any]:
+def _old_bundle(output: _Json) -> _Json:
     """The forms of an output before version 4."""
     names = output.keys() & _OLD_KINDS.keys()
     return {_OLD_KINDS[name]: output[name] for name in names}

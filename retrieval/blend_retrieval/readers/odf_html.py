@@ -236,8 +236,9 @@ class OdfHtml:
 
     def _ruby(self, element: Element) -> str:
         base, reading = (element.find(f"{TEXT}{name}") for name in ("ruby-base", "ruby-text"))
-        inner = ["" if part is None else self._inside(part) for part in (base, reading)]
-        return f"{inner[0]}({inner[1]})"
+        words = "" if base is None else self._inside(base)
+        sound = "" if reading is None else self._inside(reading)
+        return f"{words}({sound})"
 
     def _rows(self, table: Element) -> str:
         rows = []
@@ -275,7 +276,8 @@ class OdfHtml:
 
     def _object(self, element: Element) -> str:
         root = self._embedded(element.get(_LINK, ""))
-        formula = element.find(f".//{MATH}math") if root is None else next(root.iter(f"{MATH}math"), None)
+        holder = element if root is None else root
+        formula = next(holder.iter(f"{MATH}math"), None)
         if formula is not None:
             return _mathml(formula)
         is_chart = root is not None and root.find(f"{OFFICE}body/{OFFICE}chart") is not None
@@ -304,8 +306,9 @@ class OdfHtml:
 
 
 def _start(element: Element) -> int | None:
-    value = element.get(f"{TEXT}start-value") if element.get(f"{TEXT}restart-numbering", "true") == "true" else None
-    return int(value) if value and value.isdigit() else None
+    restarts = element.get(f"{TEXT}restart-numbering", "true") == "true"
+    value = element.get(f"{TEXT}start-value", "")
+    return int(value) if restarts and value.isdigit() else None
 
 
 def _rows_of(table: Element) -> Iterable[Element]:

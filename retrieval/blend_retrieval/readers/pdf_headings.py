@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, takewhile
+from itertools import chain
 from typing import NamedTuple
 
 from blend_retrieval.document import MAX_HEADING
@@ -63,7 +63,9 @@ _Head = tuple[str, float]
 
 def with_headings(pages: Sequence[Sequence[Piece]], outline: Sequence[Entry]) -> list[list[Piece]]:
     """The pieces of all pages, with the levels of headings set."""
-    blocks = [block for number, page in enumerate(pages) for block in _blocks(number, page)]
+    blocks: list[_Block] = []
+    for number, page in enumerate(pages):
+        blocks += _blocks(number, page)
     lines = list(chain.from_iterable(blocks))
     running = _running(lines)
     levels = _named_by_outline(lines, outline, running)
@@ -97,8 +99,11 @@ def _lines(page_number: int, page: Sequence[Piece]) -> Iterator[_Line]:
 
 
 def _is_beside(last: Piece, piece: Piece) -> bool:
-    overlaps = min(last.top, piece.top) > max(last.bottom, piece.bottom)
-    return overlaps and 0 <= piece.left - last.right < _LINE_GAP * last.height and _alike(last.size, piece.size)
+    top = min(last.top, piece.top)
+    bottom = max(last.bottom, piece.bottom)
+    gap = piece.left - last.right
+    is_near = 0 <= gap < _LINE_GAP * last.height
+    return top > bottom and is_near and _alike(last.size, piece.size)
 
 
 def _goes_on(above: _Line, line: _Line) -> bool:
@@ -138,21 +143,29 @@ def _named_by_outline(lines: Sequence[_Line], outline: Sequence[Entry], running:
     for count in range(1, _MOST_LINES + 1):
         for start in range(len(lines) - count + 1):
             block = tuple(lines[start : start + count])
-            if block[0].page in pages:
-                titles[block[0].page, _letters(_text(block))].append(block)
+            page = block[0].page
+            if page in pages:
+                title = _letters(_text(block))
+                titles[page, title].append(block)
     levels: _Levels = {}
     for entry in outline:
         title = _letters(entry.title)
-        matches = titles.get((entry.page, title), []) if title else []
+        matches: list[_Block] = []
+        if title:
+            matches = titles.get((entry.page, title), [])
 
         def rank(match: _Block, entry: Entry = entry) -> tuple[bool, float, float]:
             line = match[0]
-            distance = 0.0 if entry.top is None else abs(line.pieces[0].top - entry.top)
-            return _head(line) in running, -line.size, distance
+            distance = 0.0
+            if entry.top is not None:
+                distance = abs(line.pieces[0].top - entry.top)
+            is_running = _head(line) in running
+            return is_running, -line.size, distance
 
         if matches:
             best = min(matches, key=rank)
-            levels |= dict.fromkeys(best, min(entry.depth + 1, _MOST_LEVELS))
+            level = min(entry.depth + 1, _MOST_LEVELS)
+            levels |= dict.fromkeys(best, level)
     return levels
 
 
@@ -172,24 +185,32 @@ def _larger(blocks: Sequence[_Block], outlined: _Levels, running: set[_Head]) ->
     for block in blocks:
         characters[block[0].size] += _length(block)
     text_size = max(characters, key=lambda size: characters[size], default=0.0)
-    large = [block for block in blocks if block[0].size >= _LARGER * text_size and outlined.keys().isdisjoint(block)]
+    least = _LARGER * text_size
     by_size: dict[float, list[_Block]] = defaultdict(list)
-    for block in large:
-        alike = (size for size in by_size if _alike(size, block[0].size))
-        size = next(alike, block[0].size)
-        by_size[size].append(block)
+    for block in blocks:
+        size = block[0].size
+        if size < least or not outlined.keys().isdisjoint(block):
+            continue
+        alike = (larger for larger in by_size if _alike(larger, size))
+        by_size[next(alike, size)].append(block)
     names = _names(blocks, text_size)
     most = _TEXT_SHARE * characters.total()
     headings: dict[float, list[_Block]] = {}
     for size in sorted(by_size, reverse=True):
-        candidates = [block for block in by_size[size] if block not in names and _head(block[0]) not in running]
+        nameless = [block for block in by_size[size] if block not in names]
+        candidates = [block for block in nameless if _head(block[0]) not in running]
         likely = list(filter(_is_like_heading, candidates))
         length = sum(map(_length, candidates))
-        if likely and len(likely) >= _HEADING_SHARE * len(candidates) and length <= most:
+        least_likely = _HEADING_SHARE * len(candidates)
+        if likely and len(likely) >= least_likely and length <= most:
             headings[size] = likely
     outline_levels = {line.size: level for line, level in outlined.items()}
     levels = _levels_by_size(headings, outline_levels)
-    return {line: levels[size] for size, same in headings.items() for block in same for line in block}
+    lines: _Levels = {}
+    for size, same in headings.items():
+        for block in same:
+            lines |= dict.fromkeys(block, levels[size])
+    return lines
 
 
 def _length(block: _Block) -> int:
@@ -198,9 +219,15 @@ def _length(block: _Block) -> int:
 
 def _names(blocks: Sequence[_Block], text_size: float) -> set[_Block]:
     """Authors and dates on a title page: what stands between the largest lines and the first section."""
-    opening = list(takewhile(lambda block: not _alike(block[0].size, text_size), blocks))
-    later_sizes = {block[0].size for block in blocks[len(opening) :]}
-    largest = max((block[0].size for block in opening), default=0.0)
+    opening = []
+    for block in blocks:
+        if _alike(block[0].size, text_size):
+            break
+        opening.append(block)
+    later = blocks[len(opening) :]
+    later_sizes = {block[0].size for block in later}
+    opening_sizes = [block[0].size for block in opening]
+    largest = max(opening_sizes, default=0.0)
     names = {block for block in opening if block[0].size < largest}
     below = 0.0
     for block in reversed(opening):
@@ -216,10 +243,12 @@ def _is_like_heading(block: _Block) -> bool:
     text = _text(block)
     title = _NUMBER.sub("", text, count=1)
     letters = sum(map(str.isalpha, title))
-    is_words = letters >= _LEAST_LETTERS and 2 * letters >= len(title.replace(" ", ""))
+    signs = len(title.replace(" ", ""))
+    is_words = letters >= _LEAST_LETTERS and 2 * letters >= signs
     is_short = len(block) <= _MOST_LINES and len(text) <= MAX_HEADING
-    is_no_sentence = not text.endswith(_SENTENCE_END) and not _CAPTION.match(text)
-    return is_words and is_short and is_no_sentence
+    is_sentence = text.endswith(_SENTENCE_END)
+    is_caption = _CAPTION.match(text) is not None
+    return is_words and is_short and not is_sentence and not is_caption
 
 
 def _levels_by_size(sizes: Iterable[float], outline_levels: dict[float, int]) -> dict[float, int]:
@@ -227,8 +256,13 @@ def _levels_by_size(sizes: Iterable[float], outline_levels: dict[float, int]) ->
     levels: dict[float, int] = {}
     level = 0
     for size in sizes:
-        same = [depth for outline_size, depth in outline_levels.items() if _alike(outline_size, size)]
-        above = [depth for outline_size, depth in outline_levels.items() if outline_size > size]
-        level = same[0] if same else max([level, *above]) + 1
+        same = []
+        above = [level]
+        for outline_size, depth in outline_levels.items():
+            if _alike(outline_size, size):
+                same.append(depth)
+            if outline_size > size:
+                above.append(depth)
+        level = same[0] if same else max(above) + 1
         levels[size] = min(level, _MOST_LEVELS)
     return levels

@@ -154,7 +154,9 @@ def block_from(rows: list[Row], start: int) -> Block:
     for place in range(stop, len(rows)):
         row = rows[place]
         row_start, row_stop = _extent(row)
-        extent = Span(min(extent.start, row_start), max(extent.stop, row_stop))
+        first = min(extent.start, row_start)
+        last = max(extent.stop, row_stop)
+        extent = Span(first, last)
         common = _common(free, _gaps(row))
         free = [gap for gap in common if gap.stop - gap.start >= least]
         narrowed = _inside(free, extent)
@@ -192,7 +194,11 @@ def _extent(row: Row) -> Span:
 
 def _inside(gaps: list[Span], extent: Span) -> list[Span]:
     """The gaps that have pieces on both sides."""
-    return [gap for gap in gaps if extent.start <= gap.start and gap.stop <= extent.stop]
+    inside = []
+    for gap in gaps:
+        if extent.start <= gap.start and gap.stop <= extent.stop:
+            inside.append(gap)
+    return inside
 
 
 def _common(gaps: list[Span], row_gaps: list[Span]) -> list[Span]:
@@ -237,12 +243,15 @@ def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> 
     """Whether a row goes on with one column of the block above it, without a space between."""
     piece = rows[place][0]
     column = column_of(piece, gutters)
-    if len(rows[place]) > 1 or column is None or distance_above(rows, place) > PARAGRAPH:
+    is_alone = len(rows[place]) == 1
+    is_apart = distance_above(rows, place) > PARAGRAPH
+    if not is_alone or column is None or is_apart:
         return False
     rows_above = reversed(rows[start:place])
     pieces_above = chain.from_iterable(rows_above)
     lefts = (above.left for above in pieces_above if column_of(above, gutters) == column)
-    return abs(next(lefts, _EDGE) - piece.left) < piece.height
+    left = next(lefts, _EDGE)
+    return abs(left - piece.left) < piece.height
 
 
 def column_of(piece: Piece, gutters: list[Span]) -> int | None:
@@ -286,25 +295,32 @@ def cells_of(row: Row, gutters: list[Span]) -> list[str] | None:
     if None in places:
         return None
     by_column = zip(places, row, strict=True)
-    pieces: list[Row] = [[] for _ in range(len(gutters) + 1)]
+    numbers = range(len(gutters) + 1)
+    pieces: list[Row] = [[] for _ in numbers]
     for place, piece in by_column:
         pieces[place or 0].append(piece)
     return list(map(_line, pieces))
 
 
 def _columns(block: Block) -> list[list[Row]]:
-    return [_column_rows(block, number) for number in range(len(block.gutters) + 1)]
+    numbers = range(len(block.gutters) + 1)
+    return [_column_rows(block, number) for number in numbers]
 
 
 def _column_rows(block: Block, column: int) -> list[Row]:
     """The pieces of each row in a column."""
-    return [[piece for piece in row if column_of(piece, block.gutters) == column] for row in block.rows]
+    column_rows = []
+    for row in block.rows:
+        pieces = [piece for piece in row if column_of(piece, block.gutters) == column]
+        column_rows.append(pieces)
+    return column_rows
 
 
 def _marked_line(row: Row) -> str:
     """The text of a row: a heading after a `#` for each level; other text after a `#` is indented."""
     line = _line(row)
-    is_one_line = len(row) == 1 or (len(row) == 2 and _NUMBER.fullmatch(row[0].text))
+    has_number = len(row) == 2 and _NUMBER.fullmatch(row[0].text)
+    is_one_line = len(row) == 1 or has_number
     if is_one_line and all(piece.level for piece in row):
         return f"{'#' * row[0].level} {line}"
     return f" {line}" if HEADING.match(line) else line

@@ -7,7 +7,7 @@ import re
 from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
 from blend_retrieval.headings import markdown_headings
-from blend_retrieval.readers.base import Part, Parts, notes
+from blend_retrieval.readers.base import Fault, Part, Parts, notes
 
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[^\s])(.*?)\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL)
 _BUILD_FILES = (
@@ -27,14 +27,20 @@ def read_text(data: bytes, title: str) -> Parts:
 def read_code(data: bytes, title: str) -> Parts:
     """Read source code or a log, whose comments and rulers are no headings."""
     parts = read_text(data, title)
-    return [part._replace(markup="code") if isinstance(part, Part) else part for part in parts]
+    return list(map(_as_code, parts))
+
+
+def _as_code(part: Part | Fault) -> Part | Fault:
+    return part._replace(markup="code") if isinstance(part, Part) else part
 
 
 def read_unnamed(data: bytes, title: str) -> Parts:
     """Read text in a file without a suffix, titled by its name. Scripts and build files have comments, but no headings."""
     parts = read_text(data, title)
-    is_code = data.startswith(b"#!") or title.lower().startswith(_BUILD_FILES)
-    return [part._replace(markup="code") if is_code and isinstance(part, Part) else part for part in parts]
+    is_script = data.startswith(b"#!")
+    if is_script or title.lower().startswith(_BUILD_FILES):
+        return list(map(_as_code, parts))
+    return parts
 
 
 def read_markdown(data: bytes, title: str) -> Parts:
