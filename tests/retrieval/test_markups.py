@@ -192,6 +192,8 @@ def test_latex():
         ("a.tex", r"\begin{itemize} \item open {" + "{" * 300 + r"\textbf{x"),
         ("a.tex", r"\newcommand{\a}{\a\a} \a 31"),
         ("a.adoc", "====\n|===\nno end {a"),
+        ("a.adoc", "|===\nno cells 31\n|==="),
+        ("a.adoc", "|===\n9999999999*|31\n|==="),
         ("a.org", "#+begin_src\nno end\n:PROPERTIES:"),
     ],
 )

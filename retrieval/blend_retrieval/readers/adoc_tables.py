@@ -10,6 +10,7 @@ _COLUMNS = re.compile(r'cols\s*=\s*(?:"([^"]*)"|([^,\s"\]]+))')
 _FORMAT = re.compile(r"format\s*=\s*\"?(\w+)")
 _SEPARATOR = re.compile(r'separator\s*=\s*"?([^",\]]+)')
 _DELIMITERS = {"csv": ",", "dsv": ":", "tsv": "\t"}
+_MOST_COPIES = 1000  # of a cell or column
 _FORMATS = {",": "csv", ":": "dsv"}
 _CELL = r"(?:(\d+)?(?:\.(\d+))?([+*]))?[<^>]?(?:\.[<^>])?[a-z]?"
 
@@ -38,7 +39,7 @@ def _column_count(attributes: str) -> int:
     count = 0
     for column in re.split(r"[,;]", columns[1] or columns[2]):
         times = re.match(r"\s*(\d+)\*", column)
-        count += int(times[1]) if times else 1
+        count += _count(times[1]) if times else 1
     return count
 
 
@@ -52,11 +53,13 @@ def _rows(lines: list[str], delimiter: str, columns: int) -> list[list[str]]:
         widths = [_width(match) for match in mark.finditer(first_line)]
         columns = sum(widths) or 1
     cells: list[_Cell] = []
+    if not marks:
+        return [[line] for line in lines]
     stops = [match.start() for match in marks[1:]]
     for match, stop in zip(marks, [*stops, len(text)], strict=True):
         words = text[match.end() : stop].strip()
         width = _width(match)
-        height = int(match[2] or 1)
+        height = _count(match[2])
         if match[3] == "*":
             cells += [_Cell(words, 1, height)] * width
         else:
@@ -65,7 +68,11 @@ def _rows(lines: list[str], delimiter: str, columns: int) -> list[list[str]]:
 
 
 def _width(match: re.Match[str]) -> int:
-    return int(match[1] or 1)
+    return _count(match[1])
+
+
+def _count(digits: str | None) -> int:
+    return min(int(digits or 1), _MOST_COPIES)
 
 
 class _Cell(NamedTuple):

@@ -12,7 +12,7 @@ _DEFINITION = re.compile(
 _COMMAND = re.compile(r"\\([a-zA-Z@]+)")
 _BLANKS = re.compile(r"[ \t]*\n?[ \t]*")
 _MOST_EXPANSIONS = 20_000
-_MOST_CHARACTERS = 4 << 20
+_MOST_DEPTH = 20  # of macros in macros
 
 
 class Argument(NamedTuple):
@@ -74,6 +74,7 @@ class Macros:
 
     def __init__(self) -> None:
         self._macros: dict[str, _Macro] = {}
+        self._expansions = 0
 
     def defined(self, text: str) -> str:
         """The text without its definitions."""
@@ -101,21 +102,22 @@ class Macros:
             place = body.stop
         return "".join([*texts, text[place:]])
 
-    def expanded(self, text: str) -> str:
+    def expanded(self, text: str, depth: int = 0) -> str:
         """The text with macros written out; those that call themselves without end stay."""
+        texts = []
         place = 0
-        for _ in range(_MOST_EXPANSIONS):
-            command = self._next(text, place)
-            if command is None or len(text) > _MOST_CHARACTERS:
+        for command in _COMMAND.finditer(text):
+            is_inside = command.start() < place  # of an argument
+            if is_inside or command[1] not in self._macros:
+                continue
+            self._expansions += 1
+            if depth > _MOST_DEPTH or self._expansions > _MOST_EXPANSIONS:
                 break
             written, stop = self._written(text, command)
-            place = command.start()
-            text = text[:place] + written + text[stop:]
-        return text
-
-    def _next(self, text: str, place: int) -> re.Match[str] | None:
-        commands = _COMMAND.finditer(text, place)
-        return next((command for command in commands if command[1] in self._macros), None)
+            texts.append(text[place : command.start()])
+            texts.append(self.expanded(written, depth + 1))
+            place = stop
+        return "".join([*texts, text[place:]])
 
     def _written(self, text: str, command: re.Match[str]) -> Argument:
         macro = self._macros[command[1]]
