@@ -214,6 +214,21 @@ def test_form_fields_and_diagrams():
     }
 
 
+@pytest.mark.parametrize(
+    ("rows", "captions"),
+    [
+        ([["Made by", "Orm"], ["On", "2026-01-01"], ["Pier", "Fee", "Tax", "Day"], ["A", 31, 2, 1]], 2),
+        ([["Pier", "Fee"], ["A", 31, "dry", "new"], ["B", 12, "wet", "old"]], 0),
+        ([["Pier", "Fee"], ["A", "x", "dry"], ["B", "y", "wet"]], 0),
+        ([[None, "Fee", None, "Tax"], ["Pier", "net", "gross", "all"], ["A", 1, 2, 3]], 0),
+    ],
+)
+def test_names_and_values_above_a_header_are_captions(rows, captions):
+    text, _ = read(workbook(rows))
+    assert text.split("\n\n")[1:-1] == [" ".join(row) for row in rows[:captions]]
+    assert grid(text)[0][:2] == ["" if cell is None else cell for cell in rows[captions][:2]]
+
+
 def test_captions_are_no_headings():
     text, _ = read(workbook([["# of boats"], ["Pier", "Fee"], ["A", 31]]))
     assert text.split("\n\n")[1] == r"\# of boats"
@@ -258,6 +273,13 @@ def test_workbooks_of_any_program(strict):
 def test_a_sheet_that_cannot_be_read_is_named(data, reason):
     loaded = load_bytes("a.xlsx", data)
     assert ("a.xlsx sheet Fees", reason) in [(entry.source, entry.reason) for entry in loaded.skipped]
+
+
+def test_a_workbook_whose_strings_are_damaged():
+    for strings in ("<si>", "<si></t>"):
+        documents, (skipped,) = load_bytes("a.xlsx", xlsx("<sheetData/>", strings))
+        assert not documents
+        assert skipped.reason == "is damaged: xl/SharedStrings.xml is missing or no XML"
 
 
 def test_a_workbook_is_read_up_to_a_limit(monkeypatch):

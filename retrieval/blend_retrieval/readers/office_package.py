@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import posixpath
+import zlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, NamedTuple
 from xml.etree import ElementTree as ET
+from zipfile import BadZipFile
 
 from blend_retrieval.readers.base import UnreadableError
 from blend_retrieval.readers.zipped import opened_zip
+
+DAMAGE = (KeyError, ET.ParseError, BadZipFile, zlib.error)
+"""What reading a part raises if it is missing or damaged."""
 
 
 class Relation(NamedTuple):
@@ -50,7 +55,7 @@ class Package:
         try:
             with self.open(path) as stream:
                 return ET.parse(stream).getroot()
-        except (KeyError, ET.ParseError):
+        except DAMAGE:
             raise UnreadableError(f"is damaged: {path} is missing or no XML") from None
 
     def relations(self, path: str) -> dict[str, Relation]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"[^\w]*\d[\d.,:'\s/%-]*[^\d]{0,5}")
 _HEADING = re.compile(r"^(?=#{1,6}(?:\s|$))")
 _MOST_HEADER_ROWS = 3
+_LEAST_BELOW_PAIRS = 4  # columns of a table, over which rows of two cells are captions
 
 
 class Row(NamedTuple):
@@ -57,7 +58,8 @@ def _table(rows: Sequence[dict[int, str]], header_rows: int) -> str:
 def sheet_markdown(rows: Iterable[Row]) -> str:
     """A sheet as Markdown: its tables, each under its header, and its captions as paragraphs.
 
-    A caption is a row of one cell above a table. Blank rows divide tables only where the rows behind them have a header.
+    A caption is a row of one cell above a table, or of a name and its value above a header. Blank rows divide tables only
+    where the rows behind them have a header.
     A header has several rows, all above the ruler, where a cell in it stands over several columns.
     """
     texts: list[str] = []
@@ -67,8 +69,7 @@ def sheet_markdown(rows: Iterable[Row]) -> str:
         body = block[captions:]
         if not table or _is_new_table(body, table):
             texts += _table_text(table)
-            for caption in block[:captions]:
-                texts += map(paragraph, caption.cells.values())
+            texts += [paragraph(" ".join(caption.cells.values())) for caption in block[:captions]]
             table = body
         else:
             table += block
@@ -95,11 +96,19 @@ def _with_their_captions(blocks: Iterable[list[Row]]) -> Iterator[list[Row]]:
 
 
 def _captions(block: Sequence[Row]) -> int:
-    """The number of rows above a table that have one cell."""
-    for number, row in enumerate(block):
-        if len(row.cells) > 1:
-            return number
-    return 0
+    """The number of rows above a table that are captions: rows of one cell, and of a name and its value above a header."""
+    first_column = min(min(row.cells) for row in block)
+    titles = _first(block, 0, lambda row: len(row.cells) > 1)
+    end = _first(block, titles, lambda row: len(row.cells) > 1 and list(row.cells) != [first_column, first_column + 1])
+    if end == len(block) or _has_number(block[end]) or len(block[end].cells) < _LEAST_BELOW_PAIRS:
+        return titles if titles < len(block) else 0
+    return end
+
+
+def _first(block: Sequence[Row], start: int, check: Callable[[Row], bool]) -> int:
+    """The number of the first row from `start` on for which the check is true, or the number of rows."""
+    numbers = range(start, len(block))
+    return next((number for number in numbers if check(block[number])), len(block))
 
 
 def _is_new_table(block: Sequence[Row], table: Sequence[Row]) -> bool:

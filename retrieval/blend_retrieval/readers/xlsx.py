@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 
 from blend_retrieval.readers.base import Fault, Parts, UnreadableError
 from blend_retrieval.readers.number_formats import number_format
-from blend_retrieval.readers.office_package import Package, Relation, target_of
+from blend_retrieval.readers.office_package import DAMAGE, Package, Relation, target_of
 from blend_retrieval.readers.sheets import (
     MOST_CELLS,
     Area,
@@ -91,7 +91,7 @@ class _Workbook:
                 faults.append(Fault(f"sheet {name}", f"has more than the {MOST_CELLS:,} cells that are read"))
             except UnreadableError as error:  # of a part that lies on the cells
                 faults.append(Fault(f"sheet {name}", str(error)))
-            except (KeyError, IndexError, ValueError, ET.ParseError):
+            except (*DAMAGE, IndexError, ValueError):
                 faults.append(Fault(f"sheet {name}", "is damaged: it is not read to its end"))
         return workbook_parts(title, sheets, faults)
 

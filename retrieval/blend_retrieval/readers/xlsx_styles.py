@@ -6,8 +6,9 @@ import re
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
+from blend_retrieval.readers.base import UnreadableError
 from blend_retrieval.readers.number_formats import GENERAL
-from blend_retrieval.readers.office_package import Package
+from blend_retrieval.readers.office_package import DAMAGE, Package
 from blend_retrieval.readers.xml_elements import children, local_name
 
 _ESCAPED = re.compile(r"_x([0-9A-Fa-f]{4})_")
@@ -98,15 +99,18 @@ def _style(element: ET.Element, codes: dict[int, str], fonts: list[bool]) -> Sty
 
 
 def shared_strings(package: Package, path: str | None) -> list[str]:
-    """The strings that cells name by number."""
+    """The strings that cells name by number. Raises `UnreadableError` if they are damaged."""
     if path is None:
         return []
     strings = []
-    with package.open(path) as stream:
-        for _, element in ET.iterparse(stream):
-            if local_name(element) == "si":
-                strings.append(plain_string(element))
-                element.clear()
+    try:
+        with package.open(path) as stream:
+            for _, element in ET.iterparse(stream):
+                if local_name(element) == "si":
+                    strings.append(plain_string(element))
+                    element.clear()
+    except DAMAGE:
+        raise UnreadableError(f"is damaged: {path} is missing or no XML") from None
     return strings
 
 
