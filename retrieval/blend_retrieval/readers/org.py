@@ -35,6 +35,8 @@ _MARKS = {  # of emphasis, and those of Markdown
 _CODE_BLOCKS = ("src", "example", "export")
 _SHOWN_KEYWORDS = ("caption", "author", "date", "subtitle", "description", "email")
 _MACRO = re.compile(r"\{\{\{(\w[\w-]*)(?:\((.*?)\))?\}\}\}")
+_ESCAPED = re.compile(r"^([ \t]*),(?=[*,#])")
+_LONG_FENCE = "`" * 8
 _HEADING_LEVELS = 6
 
 
@@ -122,9 +124,12 @@ class _Reader:
             self._note("its comments are not read")
         elif name in _CODE_BLOCKS:
             language = argument.split(" ")[0] if name == "src" else ""
-            unescaped = [re.sub(r"^([ \t]*),(?=[*,#])", r"\1", line) for line in lines]
-            fence = "```" if not any("```" in line for line in lines) else "`" * 8
-            yield from (f"{fence}{language}", *unescaped, fence)
+            has_fence = any("```" in line for line in lines)
+            fence = _LONG_FENCE if has_fence else "```"
+            yield f"{fence}{language}"
+            for line in lines:
+                yield _ESCAPED.sub(r"\1", line)
+            yield fence
         else:
             sign = "> " if name == "quote" else ""
             yield from (f"{sign}{line}" for line in self.lines(lines))

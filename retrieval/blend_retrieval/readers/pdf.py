@@ -67,7 +67,8 @@ def read_pdf(data: bytes, title: str) -> Parts:
         try:
             document.init_forms()
             outline = list(_outline(document))
-            pages = [_read_page(document, number) for number in range(len(document))]
+            numbers = range(len(document))
+            pages = [_read_page(document, number) for number in numbers]
             named = _decoded(partial(document.get_metadata_value, "Title"))
             attachments = map(document.get_attachment, range(document.count_attachments()))
             names = [attachment.get_name() for attachment in attachments]
@@ -125,7 +126,8 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
     form = document.formenv.raw if document.formenv else None
     annotations = take_annotations(page, form)
     # Draws filled fields and notes into the page, which shows them when it is loaded again.
-    if pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY) == pdfium.FLATTEN_SUCCESS:
+    outcome = pdfium.FPDFPage_Flatten(page.raw, pdfium.FLAT_NORMALDISPLAY)
+    if outcome == pdfium.FLATTEN_SUCCESS:
         page.close()
         page = document[number]
     try:
@@ -133,7 +135,8 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
         quarters = _quarters(text)
         drawn = list(_glyphs(text, _visible_box(page), quarters))
         glyphs = list(_inside(drawn))
-        if sum(glyph.unknown for glyph in glyphs) > _UNKNOWN_SHARE * len(glyphs):
+        unknown = sum(glyph.unknown for glyph in glyphs)
+        if unknown > _UNKNOWN_SHARE * len(glyphs):
             return _Page([], _NAMELESS)
         pieces = list(_pieces(glyphs, text))
         pieces += [_field_piece(field, quarters) for field in annotations.texts]
@@ -209,12 +212,12 @@ class _Glyph(NamedTuple):
 _Glyphs = Sequence[_Glyph]
 
 
-def _upright(box: FS_RECTF | Box, quarters: int) -> tuple[float, float, float, float]:
+def _upright(box: FS_RECTF | Box, quarters: int) -> Box:
     """The place of text that is turned by so many quarters, clockwise, as if it were upright."""
-    x0, y0, x1, y1 = box.left, box.bottom, box.right, box.top
+    turned = Box(box.left, box.bottom, box.right, box.top)
     for _ in range(quarters):
-        x0, y0, x1, y1 = -y1, x0, -y0, x1
-    return x0, y0, x1, y1
+        turned = Box(left=-turned.top, bottom=turned.left, right=-turned.bottom, top=turned.right)
+    return turned
 
 
 def _quarters(text: PdfTextPage) -> int:
@@ -222,9 +225,15 @@ def _quarters(text: PdfTextPage) -> int:
     import pypdfium2.raw as pdfium
 
     sample = range(0, text.count_chars(), _SAMPLE)
-    angles = [pdfium.FPDFText_GetCharAngle(text.raw, place) for place in sample]
-    turns = Counter(round(2 * angle / math.pi) % 4 for angle in angles)
-    return turns.most_common(1)[0][0] if turns else 0
+    turns: Counter[int] = Counter()
+    for place in sample:
+        angle = pdfium.FPDFText_GetCharAngle(text.raw, place)
+        quarters = round(2 * angle / math.pi)
+        turns[quarters % 4] += 1
+    if not turns:
+        return 0
+    (most_common, _) = turns.most_common(1)[0]
+    return most_common
 
 
 def _visible_box(page: PdfPage) -> FS_RECTF:
@@ -260,18 +269,20 @@ def _inside(glyphs: Iterable[_Glyph]) -> Iterator[_Glyph]:
     """The characters without words that lie outside of the page; a word that lies on its edge is whole."""
     word: list[_Glyph] = []
     for glyph in glyphs:
-        if glyph.sign.isspace() or (word and _is_apart(word[-1], glyph)):
-            yield from _seen_word(word)
+        is_blank = glyph.sign.isspace()
+        if word and (is_blank or _is_apart(word[-1], glyph)):
+            yield from _visible_word(word)
             word = []
-        if glyph.sign.isspace():
+        if is_blank:
             yield glyph
         else:
             word.append(glyph)
-    yield from _seen_word(word)
+    yield from _visible_word(word)
 
 
-def _seen_word(word: list[_Glyph]) -> list[_Glyph]:
-    return [] if all(glyph.outside for glyph in word) else word
+def _visible_word(word: list[_Glyph]) -> list[_Glyph]:
+    is_outside = all(glyph.outside for glyph in word)
+    return [] if is_outside else word
 
 
 def _field_piece(field: FieldText, quarters: int) -> Piece:
@@ -375,9 +386,15 @@ def _is_same_place(last: _Glyph, glyph: _Glyph) -> bool:
 
 def _join_to_nearest(clusters: list[_Glyph], mark: _Glyph) -> None:
     """Add a mark to the letter that it stands over or under."""
-    letters = [place for place, glyph in enumerate(clusters) if not glyph.sign.isspace()]
-    if letters:
-        nearest = min(letters, key=lambda place: abs(clusters[place].centre - mark.centre))
+
+    def distance(place: int) -> float:
+        glyph = clusters[place]
+        is_blank = glyph.sign.isspace()
+        return math.inf if is_blank else abs(glyph.centre - mark.centre)
+
+    if clusters:
+        places = range(len(clusters))
+        nearest = min(places, key=distance)
         letter = clusters[nearest]
         clusters[nearest] = letter._replace(sign=letter.sign + mark.sign)
 
@@ -386,7 +403,8 @@ def _as_read(stretch: _Glyphs) -> list[_Glyph]:
     order = reading_order([glyph.sign for glyph in stretch])
     glyphs = [stretch[place] for place in order]
     signs = with_brackets([glyph.sign for glyph in glyphs])
-    return [glyph._replace(sign=sign) for glyph, sign in zip(glyphs, signs, strict=True)]
+    pairs = zip(glyphs, signs, strict=True)
+    return [glyph._replace(sign=sign) for glyph, sign in pairs]
 
 
 def _pieces_from_left(glyphs: Iterable[_Glyph], text: PdfTextPage) -> Iterator[Piece]:
@@ -411,8 +429,9 @@ def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
         return glyph.sign == "\n"
     height = max(last.height, glyph.height)
     gap = max(glyph.left - last.right, last.left - glyph.right)
-    overlap = min(last.top, glyph.top) - max(last.bottom, glyph.bottom)
-    return gap > _GAP * height or overlap < 0
+    top = min(last.top, glyph.top)
+    bottom = max(last.bottom, glyph.bottom)
+    return gap > _GAP * height or top < bottom
 
 
 def _piece(stretch: _Glyphs, text: PdfTextPage) -> Piece:
@@ -420,17 +439,17 @@ def _piece(stretch: _Glyphs, text: PdfTextPage) -> Piece:
     for last, glyph in pairwise(stretch):
         rise = glyph.bottom - last.bottom
         is_raised = rise > _RAISED * last.height
-        if is_raised and last.sign.isdigit() and glyph.sign[0] in "-−0123456789":
-            signs.append("^")  # a power
+        is_power = is_raised and last.sign.isdigit()
+        if is_power and glyph.sign[0] in "-−0123456789":
+            signs.append("^")
         signs.append(glyph.sign)
     middle = stretch[len(stretch) // 2]
-    _, _, _, lefts, bottoms, rights, tops, _ = zip(*stretch, strict=True)
     return Piece(
         text="".join(signs).strip(),
-        left=min(lefts),
-        bottom=min(bottoms),
-        right=max(rights),
-        top=max(tops),
+        left=min(glyph.left for glyph in stretch),
+        bottom=min(glyph.bottom for glyph in stretch),
+        right=max(glyph.right for glyph in stretch),
+        top=max(glyph.top for glyph in stretch),
         size=_size(text, middle.number),
     )
 
@@ -442,4 +461,5 @@ def _size(text: PdfTextPage, number: int) -> float:
     matrix = pdfium.FS_MATRIX()
     pdfium.FPDFText_GetMatrix(text.raw, number, ctypes.byref(matrix))
     size = pdfium.FPDFText_GetFontSize(text.raw, number)
-    return round(float(size) * math.hypot(matrix.c, matrix.d), 1)
+    scale = math.hypot(matrix.c, matrix.d)
+    return round(float(size) * scale, 1)

@@ -59,9 +59,11 @@ _Block = tuple[_Line, ...]
 """Lines of one size under each other, without a space between."""
 _Levels = dict[_Line, int]
 _Head = tuple[str, float]
+_Heads = set[_Head]
+_Pages = Sequence[Sequence[Piece]]
 
 
-def with_headings(pages: Sequence[Sequence[Piece]], outline: Sequence[Entry]) -> list[list[Piece]]:
+def with_headings(pages: _Pages, outline: Sequence[Entry]) -> list[list[Piece]]:
     """The pieces of all pages, with the levels of headings set."""
     blocks: list[_Block] = []
     for number, page in enumerate(pages):
@@ -118,7 +120,7 @@ def _alike(size: float, second_size: float) -> bool:
     return max(size, second_size) <= _ALIKE * min(size, second_size)
 
 
-def _running(lines: Sequence[_Line]) -> set[_Head]:
+def _running(lines: Sequence[_Line]) -> _Heads:
     """Running heads and feet: what several pages open or close with, but for numbers."""
     by_page = defaultdict(list)
     for line in lines:
@@ -136,7 +138,7 @@ def _head(line: _Line) -> _Head:
     return text.strip(), line.size
 
 
-def _named_by_outline(lines: Sequence[_Line], outline: Sequence[Entry], running: set[_Head]) -> _Levels:
+def _named_by_outline(lines: Sequence[_Line], outline: Sequence[Entry], running: _Heads) -> _Levels:
     """The lines that entries of the outline name, on the pages that they lead to."""
     pages = {entry.page for entry in outline}
     titles: dict[tuple[int, str], list[_Block]] = defaultdict(list)
@@ -179,7 +181,7 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalnum, title.casefold()))
 
 
-def _larger(blocks: Sequence[_Block], outlined: _Levels, running: set[_Head]) -> _Levels:
+def _larger(blocks: Sequence[_Block], outlined: _Levels, running: _Heads) -> _Levels:
     """Short lines that are larger than the text, with levels by size; sizes that the outline names keep its levels."""
     characters: Counter[float] = Counter()
     for block in blocks:

@@ -110,6 +110,10 @@ def read_tex(data: bytes, title: str) -> Parts:
     return [document, *notes(note), *reader.faults]
 
 
+_Shown = tuple[str, int]
+"""What a command shows, and the place behind it."""
+
+
 class _Environment(NamedTuple):
     """An environment: its name, its content, and the place behind it."""
 
@@ -206,7 +210,7 @@ class _Reader:
         self._depth -= 1
         return "".join([*texts, text[place:]])
 
-    def _sign(self, text: str, sign: str, place: int) -> tuple[str, int]:
+    def _sign(self, text: str, sign: str, place: int) -> _Shown:
         if sign == "\\":
             space = option(text, place)
             return "\n", space.stop if space else place
@@ -214,7 +218,7 @@ class _Reader:
             return self._accented(text, sign, place)
         return SIGNS.get(sign, f"\\{sign}"), place
 
-    def _accented(self, text: str, accent: str, place: int) -> tuple[str, int]:
+    def _accented(self, text: str, accent: str, place: int) -> _Shown:
         value = argument(text, place)
         if value:
             return accented(accent, self.converted(value.text)), value.stop
@@ -223,7 +227,7 @@ class _Reader:
             return f"\\{accent}", place
         return accented(accent, letter[1].removeprefix("\\")), letter.end()
 
-    def _command(self, text: str, name: str, place: int) -> tuple[str, int]:
+    def _command(self, text: str, name: str, place: int) -> _Shown:
         if name == "begin":
             return self._environment(text, place)
         if name in ACCENTS:
@@ -247,7 +251,7 @@ class _Reader:
             return f"\\{name}", place
         return self._with_argument(text, name, value.text, value.stop)
 
-    def _with_argument(self, text: str, name: str, value: str, stop: int) -> tuple[str, int]:
+    def _with_argument(self, text: str, name: str, value: str, stop: int) -> _Shown:
         """What a command with an argument shows."""
         if name in ("title", "author", "date"):
             return "", stop
@@ -277,7 +281,7 @@ class _Reader:
         level = min(depth + (1 if self.title else 0), _HEADING_LEVELS)
         return f"\n\n{'#' * level} {' '.join(self.converted(value).split())}\n\n"
 
-    def _with_arguments(self, text: str, name: str, value: str, stop: int) -> tuple[str, int]:
+    def _with_arguments(self, text: str, name: str, value: str, stop: int) -> _Shown:
         second = argument(text, stop)
         if name in _QUANTITIES:
             shown = value
@@ -300,7 +304,7 @@ class _Reader:
             place = value.stop if value else place
         return place
 
-    def _environment(self, text: str, place: int) -> tuple[str, int]:
+    def _environment(self, text: str, place: int) -> _Shown:
         environment = _environment(text, place)
         if environment is None:
             return "\\begin", place
