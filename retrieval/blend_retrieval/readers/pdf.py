@@ -210,14 +210,15 @@ class _Glyph(NamedTuple):
 
 
 _Glyphs = Sequence[_Glyph]
+_Sides = tuple[float, float, float, float]
 
 
-def _upright(box: FS_RECTF | Box, quarters: int) -> Box:
+def _upright(box: FS_RECTF | Box, quarters: int) -> _Sides:
     """The place of text that is turned by so many quarters, clockwise, as if it were upright."""
-    turned = Box(box.left, box.bottom, box.right, box.top)
+    left, bottom, right, top = box.left, box.bottom, box.right, box.top
     for _ in range(quarters):
-        turned = Box(left=-turned.top, bottom=turned.left, right=-turned.bottom, top=turned.right)
-    return turned
+        left, bottom, right, top = -top, left, -bottom, right
+    return left, bottom, right, top
 
 
 def _quarters(text: PdfTextPage) -> int:
@@ -265,8 +266,11 @@ def _glyphs(text: PdfTextPage, visible: FS_RECTF, quarters: int) -> Iterator[_Gl
         yield _Glyph(number, sign, unknown, *place, is_outside)
 
 
-def _inside(glyphs: Iterable[_Glyph]) -> Iterator[_Glyph]:
+def _inside(glyphs: _Glyphs) -> Iterator[_Glyph]:
     """The characters without words that lie outside of the page; a word that lies on its edge is whole."""
+    if not any(glyph.outside for glyph in glyphs):
+        yield from glyphs
+        return
     word: list[_Glyph] = []
     for glyph in glyphs:
         is_blank = glyph.sign.isspace()
@@ -291,7 +295,11 @@ def _field_piece(field: FieldText, quarters: int) -> Piece:
 
 def _pieces(glyphs: _Glyphs, text: PdfTextPage) -> Iterator[Piece]:
     """Stretches of characters without a gap."""
-    is_page_from_right = is_right_to_left(_signs(glyphs))
+    page_signs = _signs(glyphs)
+    if not has_right_to_left(page_signs):
+        yield from _pieces_from_left(glyphs, text)
+        return
+    is_page_from_right = is_right_to_left(page_signs)
 
     def is_from_right(line: _Glyphs) -> bool:
         signs = _signs(line)
@@ -427,11 +435,10 @@ def _pieces_from_left(glyphs: Iterable[_Glyph], text: PdfTextPage) -> Iterator[P
 def _is_apart(last: _Glyph, glyph: _Glyph) -> bool:
     if glyph.sign.isspace():
         return glyph.sign == "\n"
-    height = max(last.height, glyph.height)
+    if last.top < glyph.bottom or glyph.top < last.bottom:
+        return True
     gap = max(glyph.left - last.right, last.left - glyph.right)
-    top = min(last.top, glyph.top)
-    bottom = max(last.bottom, glyph.bottom)
-    return gap > _GAP * height or top < bottom
+    return gap > 0 and gap > _GAP * max(last.height, glyph.height)
 
 
 def _piece(stretch: _Glyphs, text: PdfTextPage) -> Piece:
