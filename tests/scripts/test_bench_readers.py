@@ -125,6 +125,13 @@ def test_readers_are_compared_on_the_same_files(tmp_path):
     absent = output(*where, "--environments", tmp_path / "r.json", "--only", "unstructured", "--lost", "markitdown")
     assert "unstructured: cannot be installed: " in absent
     assert absent.partition("fact that markitdown loses")[2].count("| kvblend |") == 160 - int(right)
+    results = json.loads((tmp_path / "r.json").read_text())
+    results["readers"][0]["files"] = "of another version"
+    (tmp_path / "r.json").write_text(json.dumps(results))
+    stale = output(*where, "--show")
+    assert "kvblend: has read other files: read again with --only kvblend" in stale
+    assert "| kvblend" not in stale
+    assert f"| markitdown 0.1 | {int(right) / 1.6:.1f} % ({right} of 160)" in stale
 
 
 def environment(folder, name, command):
