@@ -61,31 +61,43 @@ class _Columns:
 
     def parts(self, batches: Iterable[Any]) -> Parts:
         """Tables or documents, and what was not read."""
+        header, *rows = self._rows(batches)
+        record_fields = {self._text_field, *_RECORD_FIELDS}
+        documents: list[Part]
+        if self._text_field in header and record_fields.issuperset(header):
+            documents = self._records(header, rows)
+        else:
+            markdown = markdown_table([header, *rows])
+            documents = [Part("", self._title, markdown, "markdown")]
+        for reason, names in self._unread.items():
+            where = f"column {enumerated(list(names))}"
+            self._faults.append(Fault(where, reason, len(names)))
+        return [*documents, *self._faults]
+
+    def _rows(self, batches: Iterable[Any]) -> list[list[str]]:
+        """The names of the columns, and the texts of each row."""
+        header: list[str] = []
         rows: list[list[str]] = []
-        names: list[str] = []
         for batch in batches:
-            names = list(batch.column_names)
-            columns = [self._texts(name, batch.column(number)) for number, name in enumerate(names)]
+            header = list(batch.column_names)
+            columns = map(self._texts, header, batch.columns)
             rows += map(list, zip(*columns, strict=True))
-            if len(rows) * len(names) > MOST_CELLS:
-                most_rows = MOST_CELLS // len(names)
+            most_rows = MOST_CELLS // max(len(header), 1)
+            if len(rows) > most_rows:
                 reason = f"has more than the {MOST_CELLS:,} cells that are read"
                 self._faults.append(Fault(f"after row {most_rows:,}", reason))
                 del rows[most_rows:]
                 break
-        for reason, columns_of_reason in self._unread.items():
-            self._faults.append(Fault(f"column {enumerated(list(columns_of_reason))}", reason, len(columns_of_reason)))
-        is_of_records = self._text_field in names and set(names) <= {self._text_field, *_RECORD_FIELDS}
-        documents = self._records(names, rows) if is_of_records else [self._table(names, rows)]
-        return [*documents, *self._faults]
+        return [header, *rows]
 
-    def _table(self, names: list[str], rows: list[list[str]]) -> Part:
-        return Part("", self._title, markdown_table([names, *rows]), "markdown")
-
-    def _records(self, names: list[str], rows: list[list[str]]) -> list[Part]:
-        records = [dict(zip(names, row, strict=True)) for row in rows]
-        parts = dict.fromkeys(record_part(record, self._text_field) for record in records)
-        return [part._replace(title=part.title or f"{self._title} {part.name}") for part in parts]
+    def _records(self, header: list[str], rows: list[list[str]]) -> list[Part]:
+        parts: dict[Part, None] = {}
+        for row in rows:
+            record = dict(zip(header, row, strict=True))
+            part = record_part(record, self._text_field)
+            title = part.title or f"{self._title} {part.name}"
+            parts[part._replace(title=title)] = None
+        return list(parts)
 
     def _texts(self, name: str, column: Any) -> list[str]:
         """The values of a column as Arrow writes them; nested ones as JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -69,7 +69,9 @@ def sheet_markdown(rows: Iterable[Row]) -> str:
         body = block[captions:]
         if not table or _is_new_table(body, table):
             texts += _table_text(table)
-            texts += [paragraph(" ".join(caption.cells.values())) for caption in block[:captions]]
+            for caption in block[:captions]:
+                words = " ".join(caption.cells.values())
+                texts.append(paragraph(words))
             table = body
         else:
             table += block
@@ -98,17 +100,22 @@ def _with_their_captions(blocks: Iterable[list[Row]]) -> Iterator[list[Row]]:
 def _captions(block: Sequence[Row]) -> int:
     """The number of rows above a table that are captions: rows of one cell, and of a name and its value above a header."""
     first_column = min(min(row.cells) for row in block)
-    titles = _first(block, 0, lambda row: len(row.cells) > 1)
-    end = _first(block, titles, lambda row: len(row.cells) > 1 and list(row.cells) != [first_column, first_column + 1])
-    if end == len(block) or _has_number(block[end]) or len(block[end].cells) < _LEAST_BELOW_PAIRS:
-        return titles if titles < len(block) else 0
-    return end
-
-
-def _first(block: Sequence[Row], start: int, check: Callable[[Row], bool]) -> int:
-    """The number of the first row from `start` on for which the check is true, or the number of rows."""
-    numbers = range(start, len(block))
-    return next((number for number in numbers if check(block[number])), len(block))
+    titles = 0
+    end = 0
+    for row in block:
+        is_title = len(row.cells) == 1
+        is_pair = list(row.cells) == [first_column, first_column + 1]
+        if not (is_title or is_pair):
+            break
+        if is_title and titles == end:
+            titles += 1
+        end += 1
+    if titles == len(block):
+        return 0
+    if end == len(block) or _has_number(block[end]):
+        return titles
+    is_wide = len(block[end].cells) >= _LEAST_BELOW_PAIRS
+    return end if is_wide else titles
 
 
 def _is_new_table(block: Sequence[Row], table: Sequence[Row]) -> bool:
@@ -130,6 +137,9 @@ def _table_text(rows: Sequence[Row]) -> list[str]:
     if not rows:
         return []
     header_rows = 1
-    while header_rows < min(len(rows), _MOST_HEADER_ROWS) and rows[header_rows - 1].spans:
+    for row in rows[: _MOST_HEADER_ROWS - 1]:
+        if not row.spans or header_rows == len(rows):
+            break
         header_rows += 1
-    return [_table([row.cells for row in rows], header_rows)]
+    cells = [row.cells for row in rows]
+    return [_table(cells, header_rows)]
