@@ -97,7 +97,8 @@ def numeral(number: int, kind: str) -> str | None:
     if kind in _ALPHABETS:
         return _repeated(number, _ALPHABETS[kind])
     if kind in _DIGITS:
-        return "".join(_DIGITS[kind][int(digit)] for digit in str(number))
+        signs = [_DIGITS[kind][int(digit)] for digit in str(number)]
+        return "".join(signs)
     if kind in _EAST_ASIAN:
         return _east_asian(number)
     return _decorated(number, kind)
@@ -150,7 +151,9 @@ def _east_asian(number: int) -> str | None:
     tens, ones = divmod(number, 10)
     if not tens:
         return digits[ones]
-    return ("" if tens == 1 else digits[tens]) + "十" + (digits[ones] if ones else "")
+    before = "" if tens == 1 else digits[tens]
+    behind = digits[ones] if ones else ""
+    return f"{before}十{behind}"
 
 
 def ordinal_ending(number: int) -> str:

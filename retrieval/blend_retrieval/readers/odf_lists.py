@@ -65,12 +65,12 @@ class Counter:
 
     def restart(self, depth: int) -> None:
         """Begin a list anew at this level."""
-        self._counts = {level: count for level, count in self._counts.items() if level < depth}
+        self._forget(depth)
 
     def next_number(self, depth: int, start: int | None = None) -> str | None:
         """The number of the next item at a level, "" without one, None for a bullet. start: the item's own value."""
         level = self._levels.get(depth)
-        self._counts = {other: count for other, count in self._counts.items() if other <= depth}
+        self._forget(depth + 1)
         if start is not None:
             self._counts[depth] = start
         elif depth in self._counts:
@@ -81,9 +81,16 @@ class Counter:
             return None
         if not level.format:
             return f"{level.prefix}{level.suffix}".strip()
-        shown = range(max(1, depth - level.shown + 1), depth + 1)
-        numbers = ".".join(filter(None, map(self._written, shown)))
+        first = max(1, depth - level.shown + 1)
+        written = map(self._written, range(first, depth + 1))
+        numbers = ".".join(filter(None, written))
         return f"{level.prefix}{numbers}{level.suffix}".strip()
+
+    def _forget(self, depth: int) -> None:
+        """Forget the counts of this level and of those below."""
+        for level in list(self._counts):
+            if level >= depth:
+                del self._counts[level]
 
     def _written(self, depth: int) -> str:
         level = self._levels.get(depth)

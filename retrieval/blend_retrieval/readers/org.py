@@ -44,7 +44,8 @@ def read_org(data: bytes, title: str) -> Parts:
     """Read one document under its `#+TITLE`. Drawers and comments are left out; included files are faults."""
     decoded, note = decode(data)
     reader = _Reader()
-    text = "\n".join(reader.lines(clean(decoded).split("\n")))
+    lines = clean(decoded).split("\n")
+    text = "\n".join(reader.lines(lines))
     document = Part("", reader.title or title, text, "markdown")
     return [document, *notes(note), *reader.faults]
 

@@ -31,7 +31,7 @@ def is_right_to_left(text: str) -> bool:
 
 def reading_order(signs: Sequence[str]) -> list[int]:
     """The places of a line's signs in the order in which they are read. signs: from left to right."""
-    types = "".join(_TYPES.get(bidirectional(sign[:1]) if sign else "", _OTHER) for sign in signs)
+    types = "".join(map(_type, signs))
     order: list[int] = []
     stop = len(signs)
     runs = list(_LEFT_TO_RIGHT.finditer(types))
@@ -41,6 +41,12 @@ def reading_order(signs: Sequence[str]) -> list[int]:
         stop = run.start()
     order += reversed(range(stop))
     return order
+
+
+def _type(sign: str) -> str:
+    """The type of a sign by its first character: R, L, a digit, a separator or another."""
+    kind = bidirectional(sign[0]) if sign else ""
+    return _TYPES.get(kind, _OTHER)
 
 
 def with_brackets(signs: Sequence[str]) -> list[str]:
@@ -61,7 +67,8 @@ def with_brackets(signs: Sequence[str]) -> list[str]:
     if unmatched and waiting:
         for place in [*unmatched, *waiting]:
             sign = signs[place].strip()
-            turned[place] = signs[place].replace(sign, _CLOSING.get(sign) or _OPENING[sign])
+            opposite = _CLOSING.get(sign) or _OPENING[sign]
+            turned[place] = signs[place].replace(sign, opposite)
     return turned
 
 

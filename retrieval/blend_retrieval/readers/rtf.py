@@ -128,7 +128,8 @@ def read_rtf(data: bytes, title: str) -> Parts:
     reader = _Reader()
     reader.read(data)
     heading, markdown = html_to_markdown(f"<body>{reader.html()}</body>")
-    named = " ".join(reader.title.split()) or numbered_markdown(heading) or title
+    own_title = " ".join(reader.title.split())
+    named = own_title or numbered_markdown(heading) or title
     document = Part("", named, numbered_markdown(markdown), "markdown")
     return [document, *reader.faults()]
 
@@ -168,7 +169,8 @@ class _Field:
         state = self.default if self.result == _UNSET else self.result
         if self.kind == 1:
             return "[x]" if state else "[ ]"
-        return self.entries[state] if self.kind == 2 and state < len(self.entries) else ""
+        is_entry = self.kind == 2 and state < len(self.entries)
+        return self.entries[state] if is_entry else ""
 
 
 class _Reader:
@@ -265,7 +267,8 @@ class _Reader:
                     self._styles[self._style] = int(heading[1])
                 self._style = 0
             case "font":
-                self._fonts.setdefault(closed.font, _Font()).name = words.rstrip(";")
+                font = self._fonts.setdefault(closed.font, _Font())
+                font.name = words.rstrip(";")
             case _:
                 self._finish_text(closed.sink, text)
 
@@ -363,7 +366,8 @@ class _Reader:
         elif word == "ansicpg" or word in _CODE_PAGES:
             self._codec = _known(_CODE_PAGES.get(word, f"cp{number}"), self._codec)
         elif word == "fcharset" and sink == "font":
-            self._fonts.setdefault(self._state.font, _Font()).charset = number
+            font = self._fonts.setdefault(self._state.font, _Font())
+            font.charset = number
         elif word == "s" and sink == "style":
             self._style = number
         elif sink == "form" and self._field:
@@ -387,7 +391,8 @@ class _Reader:
         self._bytes.clear()
         font = self._fonts.get(self._state.font, _Font())
         if font.charset == _SYMBOLS and self._state.sink != "font":
-            self._text("".join(_symbol(font.name, code) for code in content))
+            symbols = [_symbol(font.name, code) for code in content]
+            self._text("".join(symbols))
             return
         codec = _CHARSETS.get(font.charset, self._codec)
         self._text(content.decode(codec, "replace"))
@@ -423,4 +428,6 @@ def _symbol(font: str, code: int) -> str:
     from mammoth.docx.dingbats import dingbats
 
     shown = dingbats.get((font, code))
-    return chr(shown) if shown else bytes([code]).decode("cp1252", "replace")
+    if shown:
+        return chr(shown)
+    return bytes([code]).decode("cp1252", "replace")

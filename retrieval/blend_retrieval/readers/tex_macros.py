@@ -88,7 +88,9 @@ class Macros:
             if not definition[3]:
                 number = option(text, stop)
                 if number:
-                    count, stop = int(number.text) if number.text.strip().isdigit() else 0, number.stop
+                    digits = number.text.strip()
+                    count = int(digits) if digits.isdigit() else 0
+                    stop = number.stop
                 first = option(text, stop) if number else None
                 if first:
                     default, stop = first.text, first.stop
