@@ -222,6 +222,18 @@ def test_every_spelling_of_xhtml(html):
     assert read(html).text.split() == ["#", "Gate", "It", "opens", "at", "04:10."]
 
 
+def test_a_script_that_holds_markup_takes_nothing_with_it():
+    opening = xhtml(
+        "<script type='text/javascript'>if (a < b) s.split('<![CDATA[')</script><style>/* <!-- */</style>", "<p/>"
+    )
+    closing = "<script>t.split(']]>')</script></body>"
+    assert read(opening.replace("</body>", closing)).text == "# Gate\n\nIt opens at 04:10."
+    prefixed = (
+        "<h:html xmlns:h='http://www.w3.org/1999/xhtml'><h:style>p {}</h:style><h:p>It opens at 04:10.</h:p></h:html>"
+    )
+    assert read(prefixed).text == "It opens at 04:10."
+
+
 def test_pages_are_xhtml_by_their_suffix_too():
     page = b"<html><head><title/></head><body><p>a<br></br>b</p><pre>1 <![CDATA[< 2 <b/> & 3]]></pre></body></html>"
     assert load_bytes("page.xhtml", page).documents[0].text == "a  \nb\n\n```\n1 < 2 <b/> & 3\n```"

@@ -17,7 +17,9 @@ _VOID_NAMES = (
 )
 _VOID = frozenset(_VOID_NAMES.split())
 _ATTRIBUTES = r"(?:\s+[\w:.-]+\s*=\s*(?:\"[^\"]*\"|'[^']*'))*\s*"
+_SCRIPT = r"<(?:[\w-]+:)?(?P<script>script|style)\b(?P<about>(?:\"[^\"<]*\"|'[^'<]*'|[^'\"<>])*)(?<!/)>"
 _MARKUP = re.compile(
+    rf"{_SCRIPT}(?P<program>.*?)(?:</(?:[\w-]+:)?(?P=script)\s*>|\Z)|"
     r"<!--.*?(?:-->|\Z)"
     r"|<!\[CDATA\[(?P<characters>.*?)(?:\]\]>|\Z)"
     r"|<\?.{0,4096}?\?>"
@@ -50,6 +52,8 @@ def html_of_xhtml(text: str) -> str:
     prefixes = {prefix for prefix, namespace in _PREFIX.findall(text) if namespace in _PREFIXED}
 
     def spelled(match: re.Match[str]) -> str:
+        if match["script"]:  # may hold anything that looks like markup
+            return f"<{match['script']}{match['about']}>{match['program']}</{match['script']}>"
         if match["characters"] is not None:
             return escape(match["characters"])
         if match["ended"]:
