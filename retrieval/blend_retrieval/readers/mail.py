@@ -194,8 +194,7 @@ def _read(attachment: MIMEPart, name: str) -> Parts:
     if attachment.get_content_maintype() == "message":
         return [Fault("", "is only named in the mail, or is a piece of it: it is not read")]
     readers = [reader_for(suffix) for suffix in _suffixes(attachment, name)]
-    may_be_text = attachment.get_filename() and attachment.get_content_type() == "application/octet-stream"
-    if may_be_text and kind_of(name) == "":
+    if attachment.get_content_type() == "application/octet-stream" and kind_of(name) == "":
         readers.append(reader_for(""))
     reader = next(filter(None, readers), None)
     if reader is None:
