@@ -88,3 +88,16 @@ def test_text_outside_of_the_page_is_named(box, outside):
 def test_a_word_on_the_edge_of_the_page_is_whole():
     lines, _ = read([(50, 700, "1234567 crowns")], entries=b"/CropBox [70 100 612 792] ")
     assert lines == ["1234567 crowns"]
+
+
+def test_a_line_right_above_a_table_begins_another():
+    lines, _ = read(rows_at(300, HEADER, *ROWS[:2]), [(72, 754, "Boats, by length:"), *rows_at(740, *ROWS[2:4])])
+    assert lines == [*table(HEADER, *ROWS[:2]), "Boats, by length:", *table(*ROWS[2:4])]
+
+
+def test_a_running_head_is_no_row():
+    pairs = [row[:2] for row in (HEADER, *ROWS[:3])]
+    prose = [(72, 700 - 14 * y, f"Sentence {y} of the chapter, which has no table at all.") for y in range(5)]
+    lines, _ = read(rows_at(300, *pairs), [(72, 740, "Sea"), (520, 740, "6"), *prose])
+    assert lines[: len(pairs) + 1] == table(*pairs)
+    assert lines[len(pairs) + 1] == "Sea 6"
