@@ -27,6 +27,7 @@ ROWS = Group(("Oban", "Wick"), ("12", "34"), (("Cranes", "Pilots"),))
 CELL = Fact("table", "row", "Wick", ("34",), ROWS, ("Pilots",))
 YEARS = Group(("Oban", "Wick"), ("12", "34", "56", "78"), (("Year 1", "Year 2"), ("Spring", "Autumn")))
 LATER = Fact("table", "row", "Wick", ("78",), YEARS, ("Year 2", "Autumn"))
+EARLY = Fact("table", "row", "Wick", ("34",), YEARS, ("Year 1", "Autumn"))
 DEPTH = Fact("fields", "after", "Wick depth", ("34",), Group(("Oban depth", "Wick depth"), ("12", "34")))
 RENT = Fact("edits", "after", "Wick rent", ("34",), Group(("Wick rent",), ("34",)), wrong=("33",))
 POWER = Fact("powers", "after", "Wick", ("3·10^6",), Group(("Wick",), ("3·10^6",)))
@@ -52,6 +53,11 @@ YEAR_TABLE = "| Harbour | Year 1 | | Year 2 | |\n| --- |\n| | Spring | Autumn | 
         (CELL, "| x | Cranes Pilots |\n| Wick | 12 34 |", "| x | Cranes Pilots |\n| Wick | 34 12 |"),
         (LATER, YEAR_TABLE + "| Wick | 12 | 34 | 56 | 78 |", YEAR_TABLE + "| Wick | 12 | 78 | 56 | 34 |"),
         (LATER, "Year 1 Year 2\nSpring Autumn Spring Autumn\nWick 12 34 56 78", "Year 1 Year 2\nWick 12 34 56 78"),
+        (
+            EARLY,
+            "Year 1 Year 2\nSpring Autumn Spring Autumn\nWick 12 34 56 78",
+            "Year 1 Year 2\nSpring Autumn Spring Autumn\nWick 34 12 56 78",
+        ),
         (DEPTH, "Oban depth: 12\nWick depth: 34", "Wick depth\nOban depth\n34\n12"),
         (DEPTH, "**Wick depth:**\n\n34", "Oban depth\nWick depth\n12\n34"),
         (DEPTH, "Wick depth: 34 m", "Wick depth: 34.5 m"),
@@ -122,7 +128,9 @@ def test_readers_are_compared_on_the_same_files(tmp_path):
     assert f"({right} of 80) | csv |" in lines["markitdown 0.1"]
     assert lines["csv"] == "| csv | 80 | 80 | 0 |"
     assert lines["docling: does not run: no model"]
-    absent = output(*where, "--environments", tmp_path / "r.json", "--only", "unstructured", "--lost", "markitdown")
+    absent = output(
+        *where, "--environments", tmp_path / "r.json", "--only", "markitdown", "unstructured", "--lost", "markitdown"
+    )
     assert "unstructured: cannot be installed: " in absent
     assert absent.partition("fact that markitdown loses")[2].count("| kvblend |") == 160 - int(right)
     results = json.loads((tmp_path / "r.json").read_text())
