@@ -98,6 +98,6 @@ def test_a_line_right_above_a_table_begins_another():
 def test_a_running_head_is_no_row():
     pairs = [row[:2] for row in (HEADER, *ROWS[:3])]
     prose = [(72, 700 - 14 * y, f"Sentence {y} of the chapter, which has no table at all.") for y in range(5)]
-    lines, _ = read(rows_at(300, *pairs), [(72, 740, "Sea"), (520, 740, "6"), *prose])
+    lines, _ = read(rows_at(300, *pairs), [(72, 740, "No"), (520, 740, "6"), *prose])
     assert lines[: len(pairs) + 1] == table(*pairs)
-    assert lines[len(pairs) + 1] == "Sea 6"
+    assert lines[len(pairs) + 1] == "No 6"
