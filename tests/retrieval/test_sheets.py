@@ -250,10 +250,12 @@ def test_strings_keep_their_powers_and_leave_out_pronunciations():
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_workbooks_of_any_program(strict):
-    cells = "<row><c><v>1</v></c><c t='d'><v>2020-05-03T00:00:00</v></c><c t='b'><v>1</v></c></row>"
+    cells = (
+        "<row><c><v>1</v></c><c t='d'><v>2020-05-03T00:00:00</v></c><c t='b'><v>1</v></c><c><v>1.50E+25</v></c></row>"
+    )
     pictured = "<row r='4'><c r='B4' t='e' vm='1'><v>#VALUE!</v></c><c t='e'><v>#REF!</v></c></row>"
     text, named = read(xlsx(f"<sheetData>{cells}{pictured}</sheetData>", strict=strict))
-    assert grid(text) == [["1", "43954", "TRUE"], ["", "", "#REF!"]]
+    assert grid(text) == [["1", "43954", "TRUE", "1.5E+25"], ["", "", "#REF!", ""]]
     assert named == {"sheet Fees: B4": "holds a picture or a linked record, which is not read"}
 
 
