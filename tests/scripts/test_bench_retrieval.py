@@ -8,6 +8,7 @@ from commands import main, module
 
 BENCH = module("bench_retrieval")
 PASSAGES = [{"id": "a", "title": "Bees", "text": "Bees dance."}, {"id": "b", "title": "Boats", "text": "Boats float."}]
+COPY = {"id": "c", "title": "More bees", "text": "Bees  DANCE."}
 
 
 def written(path, records):
@@ -21,6 +22,14 @@ def test_recall_counts_the_first_five_and_rank_the_first_right_one():
     recall, rank = BENCH.scores(lambda question: list(answers[question]), questions)
     assert recall == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert rank == pytest.approx((1 + 1 / 3 + 0) / 3)
+
+
+def test_of_equal_texts_one_is_searched_and_right(tmp_path):
+    corpus = written(tmp_path / "zoo.jsonl", [*PASSAGES, COPY])
+    questions = written(tmp_path / "q.jsonl", [{"question": "Who dances?", "relevant": {"c": 1}}])
+    zoo = BENCH.read_set(corpus, questions)
+    assert [chunk.id for chunk in zoo.chunks] == ["a", "b"]
+    assert zoo.questions == [("Who dances?", {"a"})]
 
 
 def test_records_share_their_passages(tmp_path):
