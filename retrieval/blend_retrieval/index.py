@@ -150,7 +150,9 @@ def update_index(
         unchanged = len({chunk.id for chunk in chunks}.intersection(old_ids))
         outdated = _outdated_ids(old) if old else set()
         if outdated:
-            reason = f"{len(outdated):,} of {len(old_ids):,} chunks were embedded as they were typed, not in one form"
+            reason = (
+                f"{len(outdated):,} of {len(old_ids):,} chunks were embedded as they were typed, by an earlier version"
+            )
         update = IndexUpdate(
             added=len(chunks) - unchanged, kept=unchanged, removed=len(old_ids) - unchanged, reason=reason
         )

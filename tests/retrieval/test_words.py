@@ -122,7 +122,7 @@ def test_an_index_of_texts_as_they_were_typed_embeds_them_anew(tmp_path, bag):
     assert len(ChunkIndex.load(tmp_path, bag)) == 3  # a server goes on with it
     bag.embedded.clear()
     update = update_index(tmp_path, corpus, bag)
-    assert update == (0, 3, 0, "1 of 3 chunks were embedded as they were typed, not in one form")
+    assert update == (0, 3, 0, "1 of 3 chunks were embedded as they were typed, by an earlier version")
     assert bag.embedded == ["Title\nwide"]
     expected = bag.embed(["Title\nplain", "Title\nwide", "Title\nschön"])
     np.testing.assert_array_equal(ChunkIndex.load(tmp_path).vectors(), expected)
