@@ -56,3 +56,10 @@ def test_why_a_file_is_not_read(tmp_path, name, data, reason):
     for loaded in (load_bytes(name, data), load_documents([tmp_path / name, tmp_path / "a.md"])):
         (skipped,) = loaded.skipped
         assert skipped.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("name", ["", ".."])
+def test_text_without_a_name_is_no_file(name):
+    documents, (skipped,) = load_bytes(name, b"text")
+    assert not documents
+    assert skipped.reason.startswith("is none of the kinds that can be read")

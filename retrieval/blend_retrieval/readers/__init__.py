@@ -103,7 +103,9 @@ def kind_of(name: str) -> str | None:
     suffix = path.suffix.lower()
     if suffix in _READERS:
         return suffix
-    return "" if not suffix or suffix in _TEMPLATES or has_text_name(name) else None
+    is_named = path.name not in ("", "..")
+    has_no_kind = not suffix or suffix in _TEMPLATES or has_text_name(name)
+    return "" if is_named and has_no_kind else None
 
 
 def has_text_name(name: str) -> bool:
