@@ -54,13 +54,13 @@ def test_long_names_are_cut_and_stay_different() -> None:
 
 def test_what_is_no_document_is_refused_at_once_and_no_other_with_it(make: Make) -> None:
     documents = make(limits=DocumentLimits(file_bytes=500))
-    bad = [UploadedFile(name, b"text") for name in ("", "..", "a", "a.exe")] + [UploadedFile("long.md", b"x" * 501)]
+    bad = [UploadedFile(name, b"text") for name in ("", "..", "a.dll", "a.exe")] + [UploadedFile("long.md", b"x" * 501)]
     for file in bad:
         with pytest.raises((DocumentsError, ConfigError)):
             documents.add([file])
     assert documents.listing() == ()
     add(documents, [*bad, page("harbour", 1)])
-    failed = dict.fromkeys(("file 1", "file 2", "a", "a.exe", "long.md"), "failed")
+    failed = dict.fromkeys(("file 1", "file 2", "a.dll", "a.exe", "long.md"), "failed")
     assert states(documents) == {**failed, "harbour.md": "ready"}
     assert "kinds that can be read" in status_of(documents, "a.exe").reason
     assert "at most 500" in status_of(documents, "long.md").reason
