@@ -117,8 +117,9 @@ def test_rst_with_sphinx_markup_keeps_its_text(tmp_path, capfd):
         ".. invented:: reader(x)\n   :option: 1\n\n   Inner *text* here.\n\n.. note:: Mind this.\n\n"
         ".. include:: /etc/passwd\n\n::\n\n    code_block()\n"
     )
-    (document,), skipped = load_documents(tmp_path)
-    assert not skipped
+    (document,), (skipped,) = load_documents(tmp_path)
+    assert skipped.source.endswith("a.rst /etc/passwd")
+    assert skipped.reason == "is another file, which is not taken in"
     assert document.title == "The reader"
     assert document.text.startswith("# The reader")
     assert "## Details" in document.text
