@@ -94,8 +94,8 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as_json: bool, **values: Any) -> None:
     """Chunk, index and cache the documents under PATHS: folders or files.
 
-    Kinds: .md, .txt, .rst, .html, .pdf, .docx, .odt, .rtf, .pptx, .odp, .xlsx, .ods, .csv, .tsv, .parquet, .ipynb, .org, .adoc, .tex,
-    .epub, .eml, .ics, .vtt, .srt, .jsonl, .log, source code, and text in files without a suffix.
+    Kinds: .md, .txt, .rst, .html, .pdf, .docx, .odt, .rtf, .pptx, .odp, .xlsx, .ods, .csv, .tsv, .parquet, .ipynb, .org, .adoc,
+    .tex, .epub, .eml, .ics, .vtt, .srt, .jsonl, .log, source code, and text in files without a suffix.
 
     The corpus becomes exactly these documents. Chunks that did not change are not computed again. A document that exists but
     cannot be read stays as it was. Run a stopped command again to go on.

@@ -104,7 +104,9 @@ def test_openai_client(folder, default_url):
     assert "seven gates" in first
     assert "seven gates" in second
     assert re.fullmatch(r"  full: \d+ of (\d+) rows computed", first_rows)
-    assert re.fullmatch(r"  (full|blend): \d+ of (\d+) rows computed", second_rows), "a busy machine has not yet learned"
+    assert re.fullmatch(r"  (full|blend): \d+ of (\d+) rows computed", second_rows), (
+        "a busy machine has not yet learned"
+    )
     assert re.search(r"Saturdays.*six to eleven", streamed)
 
     metrics = default_url.removesuffix("/v1") + "/metrics"
