@@ -110,11 +110,13 @@ def _form(block: Form, variant: int) -> str:
 class _Word:
     """The body of a document, and the other parts that it needs.
 
-    variant: 0 writes fields with tabs, 1 in tables; 1 has numbers before headings, and boxes of older versions.
+    variant: 0 writes fields with tabs, 1 in tables; 1 has numbers before headings, boxes of older versions, and its notes at
+        the end.
     """
 
     def __init__(self, variant: int) -> None:
         self.variant = variant
+        self.note = ("footnote", "endnote")[variant]
         self.notes: list[str] = []
         self.comments: list[str] = []
         self.links: list[str] = []
@@ -162,7 +164,7 @@ class _Word:
 
     def _notes(self, label: str, value: str) -> str:
         self.notes.append(f"Measured as {value} last summer.")
-        mark = _w("r", _w("rPr", _RAISED), _w("footnoteReference", id=len(self.notes)))
+        mark = _w("r", _w("rPr", _RAISED), _w(f"{self.note}Reference", id=len(self.notes)))
         return _paragraph(_run(f"The tide of {label}") + mark + _run(" is high."))
 
     def _comments(self, label: str, value: str) -> str:
@@ -197,11 +199,11 @@ class _Word:
             parts[part] = f"<w:{root} {_SPACES}>{_paragraph(_run(text), part.title())}</w:{root}>"
         if self.notes:
             lines = [(-1, "separator"), (0, "continuationSeparator")]
-            notes = [_w("footnote", _w("p", _w("r", _w(name))), type=name, id=number) for number, name in lines]
+            notes = [_w(self.note, _w("p", _w("r", _w(name))), type=name, id=number) for number, name in lines]
             for number, text in enumerate(self.notes, 1):
-                inside = _w("r", _w("footnoteRef")) + _run(f" {text}")
-                notes.append(_w("footnote", _paragraph(inside, "FootnoteText"), id=number))
-            parts["footnotes"] = f"<w:footnotes {_SPACES}>{''.join(notes)}</w:footnotes>"
+                inside = _w("r", _w(f"{self.note}Ref")) + _run(f" {text}")
+                notes.append(_w(self.note, _paragraph(inside, "FootnoteText"), id=number))
+            parts[f"{self.note}s"] = f"<w:{self.note}s {_SPACES}>{''.join(notes)}</w:{self.note}s>"
         if self.comments:
             texts = enumerate(self.comments)
             comments = [_w("comment", _paragraph(_run(text)), id=number, **_BY_ANN) for number, text in texts]
