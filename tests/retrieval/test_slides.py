@@ -60,7 +60,8 @@ def read_box(*paragraphs, styles=""):
     return text.splitlines(), reasons
 
 
-FORMULA = "<a14:m><m:oMath><m:sSup><m:e><m:r><m:t>10</m:t></m:r></m:e><m:sup><m:r><m:t>6</m:t></m:r></m:sup></m:sSup></m:oMath></a14:m>"
+POWER = "<m:e><m:r><m:t>10</m:t></m:r></m:e><m:sup><m:r><m:t>6</m:t></m:r></m:sup>"
+FORMULA = f"<a14:m><m:oMath><m:sSup>{POWER}</m:sSup></m:oMath></a14:m>"
 RAISED, LOWERED, STRUCK = 'baseline="30000"', 'baseline="-25000"', 'strike="sngStrike"'
 
 
@@ -112,6 +113,7 @@ FIVE, LETTER, ROMAN = numbered(start=5), numbered("alphaLcParenR"), numbered("ro
         ([("A", numbered(), 0), ("B", '<a:buChar char="•"/>', 0), ("C", numbered(), 0)], ["1. A", "B", "1. C"]),
         ([("A", numbered(), 0), ("", numbered(), 0), ("C", numbered(), 0)], ["1. A", "2. C"]),
         ([("A", numbered(), 0), ("B", LETTER, 0), ("C", FIVE, 0)], ["1. A", "a) B", "5. C"]),
+        ([("A", numbered(), 0), ("B", FIVE, 0), ("C", FIVE, 0)], ["1. A", "5. B", "6. C"]),
     ],
 )  # fmt: skip
 def test_lists_go_on_nest_and_start_anew(items, shown):

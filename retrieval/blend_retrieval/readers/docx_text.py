@@ -18,7 +18,10 @@ from xml.etree.ElementTree import Element
 from blend_retrieval.readers.base import Fault
 from blend_retrieval.readers.docx_formulas import MATH, linear
 from blend_retrieval.readers.docx_numbers import WORD, Numbers, is_on, value
+from blend_retrieval.readers.docx_styles import RunLooks
 from blend_retrieval.readers.numbered import marked_number, without_marks
+from blend_retrieval.readers.picture_texts import drawing_texts
+from blend_retrieval.readers.text_marks import Stretch, marked
 
 _WORD_2010 = "{http://schemas.microsoft.com/office/word/2010/wordml}"
 _COMPATIBLE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
@@ -47,6 +50,7 @@ _CONTENTS = {
     f"{WORD}control": "ActiveX control",
 }
 _HEADING_LEVELS = 6
+_DIRECT_LOOKS = RunLooks(None)
 
 
 Elements = Iterable[Element]
@@ -129,6 +133,7 @@ class WordText:
         numbering = package.root(package.related("numbering"))
         self._styles = package.root(package.related("styles"))
         self._numbers = Numbers(numbering, self._styles)
+        self._looks = RunLooks(self._styles)
         self._comments = self._read_comments()
         self._unread: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
@@ -225,7 +230,11 @@ class WordText:
         else:
             has_box = choice.find(f".//{WORD}txbxContent") is not None
             shown = choice if has_box or fallback is None else fallback
-        return () if shown is None else self._inside(shown)
+        if shown is None:
+            return ()
+        hidden = [] if shown is choice or choice is None else _picture_texts(choice, [])
+        texts = [text for text in hidden if text not in _picture_texts(shown, [])]
+        return [*self._inside(shown), *map(_text, texts)]
 
     def _formula(self, element: Element) -> Elements:
         return [_run(linear(element).strip())]
@@ -242,10 +251,13 @@ class WordText:
         return [paragraph]
 
     def _visible(self, run: Element) -> Elements:
-        if is_on(run.find(f"{WORD}rPr/{WORD}vanish")):
+        look = self._looks.of(run)
+        if look.is_hidden:
             if any(text.text for text in run.iter(f"{WORD}t")):
                 self._notes["its hidden text is not read"] = None
             return ()
+        if any(text.text for text in run.iter(f"{WORD}t")):
+            look.write_to(run)
         self._rewrite_children(run)
         return [run]
 
@@ -303,17 +315,20 @@ class WordText:
     def _drawing(self, element: Element) -> Elements:
         boxes = list(_outermost(element, f"{WORD}txbxContent"))
         self._count_unread(element, boxes)
+        texts = _picture_texts(element, boxes)
         if not boxes:
-            return [element]
+            return [element, *map(_text, texts)]
         picture = Element(f"{WORD}pict")
         for box in boxes:
             picture.extend(self._inside(box))
-        return [picture]
+        return [*map(_text, texts), picture]
 
     def _object(self, element: Element) -> Elements:
         self._count_unread(element, [])
+        boxes = list(_outermost(element, f"{WORD}txbxContent"))
+        texts = _picture_texts(element, boxes)
         self._rewrite_children(element)
-        return [element]
+        return [element, *map(_text, texts)]
 
     def _count_unread(self, element: Element, boxes: Elements) -> None:
         inside = {id(inner) for box in boxes for inner in box.iter()}
@@ -337,6 +352,8 @@ class WordText:
     def _read_comments(self) -> dict[str, str]:
         root = self._package.root(self._package.related("comments"))
         comments = {}
+        for run in root.iter(f"{WORD}r") if root is not None else ():
+            self._looks.of(run).write_to(run)
         for comment in root if root is not None else ():
             author = comment.get(f"{WORD}author", "").strip()
             paragraphs = map(_plain, comment.iter(f"{WORD}p"))
@@ -382,6 +399,13 @@ class WordText:
                     yield text
 
 
+def _picture_texts(element: Element, boxes: Elements) -> list[str]:
+    """The distinct texts in the place of pictures, charts and shapes, without those inside boxes of text."""
+    inside = Counter(text for box in boxes for text in drawing_texts(box))
+    texts = Counter(drawing_texts(element)) - inside
+    return list(texts)
+
+
 def _is_gone(mark: Element) -> bool:
     """Whether the end of a paragraph is deleted, or moved away."""
     return mark.find(f"{WORD}del") is not None or mark.find(f"{WORD}moveFrom") is not None
@@ -397,8 +421,9 @@ def _outermost(element: Element, tag: str) -> Iterator[Element]:
 
 def _plain(element: Element | None) -> str:
     """The text of an element in one line, without the numbers of pages, which nobody knows before printing."""
-    words: list[str] = []
+    words: list[Stretch] = []
     instruction = ""
+    mark = ""
     is_result = False
     for inner in element.iter() if element is not None else ():
         if inner.tag == f"{WORD}fldChar":
@@ -409,10 +434,12 @@ def _plain(element: Element | None) -> str:
             instruction += inner.text or ""
         elif inner.tag == f"{WORD}t":
             if not (is_result and _is_page_field(instruction)):
-                words.append(inner.text or "")
+                words.append(Stretch(inner.text or "", mark))
+        elif inner.tag == f"{WORD}r":
+            mark = _DIRECT_LOOKS.of(inner).marks
         elif inner.tag in (f"{WORD}tab", f"{WORD}br", f"{WORD}p"):
-            words.append(" ")
-    return " ".join("".join(words).split())
+            words.append(Stretch(" ", ""))
+    return " ".join(marked(words).split())
 
 
 def _is_page_field(instruction: str) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from blend_retrieval.readers.docx_formulas import MATH, linear
 from blend_retrieval.readers.numerals import numeral
+from blend_retrieval.readers.text_marks import Stretch, marked
 
 _MAIN = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _PRESENTATION = "{http://schemas.openxmlformats.org/presentationml/2006/main}"
@@ -43,13 +43,6 @@ _LIST_STYLES = {
 }
 
 
-class _Stretch(NamedTuple):
-    """Characters of one look: a mark before and after them, such as "^"."""
-
-    text: str
-    mark: str
-
-
 class _List(NamedTuple):
     """How a level is numbered, and the last number on it."""
 
@@ -74,7 +67,7 @@ class SlideText:
         for paragraph in body.iterfind(f"{_MAIN}p"):
             level = _level(paragraph)
             properties = list(_properties(paragraph, level, list_styles))
-            text = _marked(_stretches(paragraph, properties)).strip()
+            text = marked(_stretches(paragraph, properties)).strip()
             bullet = _bullet(properties)
             is_numbered = bullet is not None and bullet.tag == f"{_MAIN}buAutoNum"
             if not is_numbered:
@@ -150,20 +143,20 @@ def _bullet(properties: Iterable[Any]) -> Any | None:
     return None
 
 
-def _stretches(paragraph: Any, properties: Sequence[Any]) -> Iterator[_Stretch]:
+def _stretches(paragraph: Any, properties: Sequence[Any]) -> Iterator[Stretch]:
     defaults = [element.find(f"{_MAIN}defRPr") for element in properties if not element.tag.endswith("}pPr")]
     for child in paragraph:
         tag = child.tag if isinstance(child.tag, str) else ""
         if tag in (f"{_MAIN}r", f"{_MAIN}fld"):
             text = child.findtext(f"{_MAIN}t") or ""
-            yield _Stretch(text, _mark([child.find(f"{_MAIN}rPr"), *defaults]))
+            yield Stretch(text, _mark([child.find(f"{_MAIN}rPr"), *defaults]))
         elif tag == f"{_MAIN}br":
-            yield _Stretch("\n", "")
+            yield Stretch("\n", "")
         elif not tag.endswith("Pr"):
             choice = child.find(_CHOICE)
             shown = child if choice is None else choice
             for formula in shown.iter(f"{MATH}oMath"):
-                yield _Stretch(linear(formula).strip(), "")
+                yield Stretch(linear(formula).strip(), "")
 
 
 def _mark(properties: Iterable[Any]) -> str:
@@ -174,15 +167,3 @@ def _mark(properties: Iterable[Any]) -> str:
     rise = float(baseline.rstrip("%"))
     script = "^" if rise > 0 else "~" if rise < 0 else ""
     return script + ("" if strike == "noStrike" else "~~")
-
-
-def _marked(stretches: Iterable[_Stretch]) -> str:
-    """The text with its marks, which stand at words, not at blanks."""
-    texts = []
-    for mark, group in groupby(stretches, key=lambda stretch: stretch.mark):
-        text = "".join(stretch.text for stretch in group)
-        words = text.strip()
-        if mark and words:
-            text = text.replace(words, f"{mark}{words}{mark[::-1]}", 1)
-        texts.append(text)
-    return "".join(texts)
