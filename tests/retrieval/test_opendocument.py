@@ -86,7 +86,11 @@ def style(name, properties):
 
 
 STYLES = style("up", 'style:text-position="super 58%"') + style("down", 'style:text-position="-33% 58%"')
+STYLES += style("power", "").replace("<style:style", '<style:style style:parent-style-name="up"')
 STYLES += style("gone", 'text:display="none"') + style("old", 'style:text-line-through-style="solid"')
+
+
+PICTURE = "holds 1 picture, which is not read"
 
 
 def span(name, text):
@@ -97,6 +101,7 @@ def span(name, text):
     ("inside", "shown", "reasons"),
     [
         (f"10{span('up', '6')} H{span('down', '2')}O", "10^6^ H~2~O", []),
+        (f"10{span('power', '7')}", "10^7^", []),
         (f"{span('old', '98')} 31", "~~98~~ 31", []),
         (f"31{span('gone', '99')}", "31", ["its hidden text is not read"]),
         ('a<text:s text:c="2"/>b<text:tab/>c<text:line-break/>d', "a b c d", []),
@@ -114,7 +119,20 @@ def span(name, text):
         (
             '31<draw:frame><draw:image xlink:href="p.png"/><svg:title>The pier</svg:title></draw:frame>',
             "31[picture: The pier]",
-            ["holds 1 picture, which is not read"],
+            [PICTURE],
+        ),
+        ('31<draw:frame draw:decorative="true"><svg:desc>A</svg:desc></draw:frame>', "31", [PICTURE]),
+        ("31<draw:frame><svg:desc>pier 4.jpg</svg:desc></draw:frame>", "31", [PICTURE]),
+        (
+            "<draw:g><svg:title>Piers</svg:title><draw:rect><svg:desc>Two &lt; 3</svg:desc>"
+            "<text:p>4</text:p></draw:rect></draw:g>",
+            "[picture: Piers][picture: Two < 3] 4",
+            [],
+        ),
+        (
+            "<draw:frame><draw:object/><svg:title>Fees</svg:title><svg:desc>12 to 31</svg:desc></draw:frame>",
+            "[picture: Fees: 12 to 31]",
+            ["holds 1 embedded object, which is not read"],
         ),
         (
             "<text:ruby><text:ruby-base>東</text:ruby-base><text:ruby-text>とう</text:ruby-text></text:ruby>",
@@ -192,6 +210,16 @@ def test_slides():
     )
     lines, reasons = read(slide, name="a.odp", kind="presentation")
     assert (lines, reasons) == (["## Fees", "- A is 31", "In a shape", "Say it twice."], [])
+
+
+def test_titles_of_slides_and_headers_keep_their_values():
+    power = f"<text:p>10{span('up', '6')} &lt; <text:line-break/>{span('old', '98')}</text:p>"
+    slide = f'<draw:page><draw:frame presentation:class="title"><draw:text-box>{power}</draw:text-box></draw:frame></draw:page>'
+    assert read(slide, name="a.odp", kind="presentation", automatic=STYLES) == (["## 10^6^ < ~~98~~"], [])
+    pages = f"<style:master-page><style:header>{power}</style:header></style:master-page>"
+    other_styles = style("up", "") + style("old", "")
+    lines, _ = read("<text:p>31</text:p>", automatic=other_styles, styles=STYLES + pages)
+    assert " ".join(lines) == "10^6^ < ~~98~~ 31"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import zipfile
 from collections.abc import Iterator
-from html import escape
 from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
@@ -37,7 +36,8 @@ class _File:
         self.body: Element = body
         self.styles = self.root("styles.xml")
         styles = styles_of(self.styles, content)
-        self.html = OdfHtml(styles, lambda place: self.root(f"{place}/content.xml"))
+        self.html = OdfHtml(styles, self._embedded)
+        self._frame_html = OdfHtml(styles_of(self.styles), self._embedded)  # other styles may have the same names
 
     def root(self, place: str) -> Element | None:
         """The root element of a part, or None."""
@@ -47,19 +47,23 @@ class _File:
         content = self._archive.read(name)
         return ET.fromstring(content)
 
+    def _embedded(self, place: str) -> Element | None:
+        return self.root(f"{place}/content.xml")
+
     def title(self) -> str:
         """The title among the file's properties, or ""."""
         meta = self.root("meta.xml")
         return "" if meta is None else (meta.findtext(_TITLE) or "").strip()
 
     def frame_lines(self, side: str) -> list[str]:
-        """The distinct lines of the headers or the footers of pages."""
+        """The distinct lines of the headers or the footers of pages, in HTML."""
         pages = [] if self.styles is None else self.styles.iter(f"{STYLE}master-page")
         lines: dict[str, None] = {}
         for page in pages:
             for frame in page.iterfind(f"{STYLE}{side}"):
                 for paragraph in frame.iter(f"{TEXT}p"):
-                    lines |= dict.fromkeys(_frame_line(paragraph))
+                    if _says_more_than_page(paragraph):
+                        lines[self._frame_html.words(paragraph)] = None
         return list(lines)
 
     def document(self, html: str, title: str) -> Parts:
@@ -80,13 +84,12 @@ class _File:
             yield Fault("", note, 0)
 
 
-def _frame_line(paragraph: Element) -> Iterator[str]:
-    """The text of a paragraph in a header or footer, unless it is little more than the number of a page."""
+def _says_more_than_page(paragraph: Element) -> bool:
+    """Whether a paragraph in a header or footer holds more than the number of a page."""
     words = _visible(paragraph).split()
     has_page = any(paragraph.find(f".//{field}") is not None for field in _PAGE_FIELDS)
     is_page_number = has_page and len(words) <= _FEW
-    if any(map(str.isalnum, "".join(words))) and not is_page_number:
-        yield " ".join(words)
+    return any(map(str.isalnum, "".join(words))) and not is_page_number
 
 
 def _visible(element: Element) -> str:
@@ -103,10 +106,7 @@ def read_odt(data: bytes, title: str) -> Parts:
     """Read a text under its own title, with numbers of lists, notes, comments, forms, headers and footers."""
     with opened_zip(data) as archive:
         file = _File(archive)
-        frames = [
-            "".join(f"<p>{escape(line, quote=False)}</p>" for line in file.frame_lines(side))
-            for side in ("header", "footer")
-        ]
+        frames = ["".join(f"<p>{line}</p>" for line in file.frame_lines(side)) for side in ("header", "footer")]
         content = file.html.body(file.body)
         return file.document(f"{frames[0]}{content}{frames[1]}", title)
 
@@ -122,7 +122,7 @@ def read_odp(data: bytes, title: str) -> Parts:
 
 def _slide(html: OdfHtml, page: Element) -> str:
     """A slide: its title, what stands on it, and its notes."""
-    heading = []
+    heading: list[str] = []
     texts = []
     notes: list[str] = []
     for shape in page:
@@ -130,12 +130,12 @@ def _slide(html: OdfHtml, page: Element) -> str:
         if shape.tag == f"{PRESENTATION}notes":
             notes += _notes(html, shape)
         elif kind == "title":
-            heading += "".join(shape.itertext()).split()
+            heading.append(html.words(shape).replace("<br>", " "))
         else:
             wrapper = Element("shape")
             wrapper.append(shape)
             texts.append(html.body(wrapper))
-    title = escape(" ".join(heading), quote=False)
+    title = " ".join(heading).strip()
     head = f"<h2>{title}</h2>" if title else ""
     shown = [f"<div>{text}</div>" for text in texts + notes]
     return head + "".join(shown)

@@ -10,6 +10,7 @@ from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.numbered import marked_number
 from blend_retrieval.readers.odf_lists import STYLE, TEXT, Counter, Levels, list_styles
+from blend_retrieval.readers.picture_texts import picture_text
 
 OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
 TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
@@ -41,6 +42,8 @@ _SILENT = (
     f"{_SVG}desc",
 )
 _INDEX_SOURCES = "-source"
+_SHAPE_NAMES = "g custom-shape rect line polyline polygon regular-polygon path circle ellipse connector measure caption"
+_DECORATIVE = "}decorative"
 
 
 class Styles(NamedTuple):
@@ -56,12 +59,15 @@ class Styles(NamedTuple):
 
 def styles_of(*roots: Element | None) -> Styles:
     """The styles in the parts of a file."""
-    tags: dict[str, tuple[str, ...] | None] = {}
+    properties: dict[str, dict[str, str]] = {}
+    parents: dict[str, str] = {}
     for root in roots:
         for style in root.iter(f"{STYLE}style") if root is not None else ():
-            properties = style.find(f"{STYLE}text-properties")
-            if properties is not None:
-                tags[style.get(f"{STYLE}name", "")] = _tags(properties)
+            name = style.get(f"{STYLE}name", "")
+            text = style.find(f"{STYLE}text-properties")
+            properties[name] = {} if text is None else dict(text.attrib)
+            parents[name] = style.get(f"{STYLE}parent-style-name", "")
+    tags = {name: _tags(_inherited(name, properties, parents)) for name in properties}
     return Styles(tags, list_styles(*roots), _titles(roots))
 
 
@@ -74,7 +80,18 @@ def _titles(roots: Iterable[Element | None]) -> set[str]:
     return titles
 
 
-def _tags(properties: Element) -> tuple[str, ...] | None:
+def _inherited(name: str, properties: dict[str, dict[str, str]], parents: dict[str, str]) -> dict[str, str]:
+    """The properties of a style with those of the styles that it is derived from."""
+    text: dict[str, str] = {}
+    passed = set()
+    while name in properties and name not in passed:
+        passed.add(name)
+        text = properties[name] | text
+        name = parents[name]
+    return text
+
+
+def _tags(properties: dict[str, str]) -> tuple[str, ...] | None:
     if properties.get(f"{TEXT}display") == "none":
         return None
     tags = []
@@ -109,7 +126,7 @@ class OdfHtml:
             f"{TEXT}tab": lambda element: " ",
             f"{TEXT}line-break": lambda element: "<br>",
             f"{TEXT}list": self._list,
-            f"{TEXT}note": lambda element: f" [note: {self._words(element)}]",
+            f"{TEXT}note": lambda element: f" [note: {self.words(element)}]",
             f"{OFFICE}annotation": self._comment,
             f"{TEXT}tracked-changes": self._deleted,
             f"{TEXT}section": self._section,
@@ -117,6 +134,7 @@ class OdfHtml:
             f"{TABLE}table": lambda element: f"<table>{self._rows(element)}</table>",
             f"{DRAW}frame": self._frame,
             f"{DRAW}image": lambda element: "",
+            **{f"{DRAW}{name}": self._shape for name in _SHAPE_NAMES.split()},
             f"{DRAW}control": self._control,
             f"{PRESENTATION}notes": lambda element: "",
         }
@@ -142,9 +160,9 @@ class OdfHtml:
             texts.append(escape(child.tail or "", quote=False))
         return "".join(texts)
 
-    def _words(self, element: Element) -> str:
-        """The paragraphs of an element in one line."""
-        texts = [self._styled(paragraph) for paragraph in element.iter(f"{TEXT}p")]
+    def words(self, element: Element) -> str:
+        """The paragraphs of an element, or itself if it is one, in one line of HTML."""
+        texts = [self._styled(paragraph) for paragraph in _paragraphs(element)]
         lines = [" ".join(text.split()) for text in texts]
         return " ".join(filter(None, lines))
 
@@ -218,7 +236,7 @@ class OdfHtml:
 
     def _comment(self, element: Element) -> str:
         author = (element.findtext(_CREATOR) or "").strip()
-        words = self._words(element)
+        words = self.words(element)
         by = f" by {escape(author, quote=False)}" if author else ""
         return f" [comment{by}: {words}]" if words else ""
 
@@ -261,18 +279,20 @@ class OdfHtml:
                 yield f"<td{spans}>{self._inside(cell)}</td>" * min(repeats, _MOST_REPEATS)
 
     def _frame(self, element: Element) -> str:
+        text = _picture_text(element)
         boxes = [child for child in element if child.tag in (f"{DRAW}text-box", f"{TABLE}table")]
         if boxes:
             texts = [self._write(box) for box in boxes]
-            return f"<div>{''.join(texts)}</div>"
+            return f"{text}<div>{''.join(texts)}</div>"
         for child in element:
             if child.tag in (f"{DRAW}object", f"{DRAW}object-ole"):
-                return self._object(child)
-        names = [element.findtext(f"{_SVG}{name}") or "" for name in ("title", "desc")]
-        lines = [" ".join(name.split()) for name in names]
-        words = ": ".join(filter(None, lines))
+                return text + self._object(child)
         self.unread["picture"] += 1
-        return f"[picture: {escape(words, quote=False)}]" if words else ""
+        return text
+
+    def _shape(self, element: Element) -> str:
+        """A shape or a group: its text for those who do not see it, and what is written in it."""
+        return _picture_text(element) + self._inside(element)
 
     def _object(self, element: Element) -> str:
         root = self._embedded(element.get(_LINK, ""))
@@ -311,12 +331,31 @@ def _start(element: Element) -> int | None:
     return int(value) if restarts and value.isdigit() else None
 
 
+def _paragraphs(element: Element) -> Iterator[Element]:
+    """The paragraphs of an element, or itself if it is one, without those inside other paragraphs."""
+    if element.tag in (f"{TEXT}p", f"{TEXT}h"):
+        yield element
+        return
+    for child in element:
+        yield from _paragraphs(child)
+
+
 def _rows_of(table: Element) -> Iterable[Element]:
     for child in table:
         if child.tag == f"{TABLE}table-row":
             yield child
         elif child.tag in (f"{TABLE}{name}" for name in ("table-header-rows", "table-rows", "table-row-group")):
             yield from _rows_of(child)
+
+
+def _picture_text(element: Element) -> str:
+    """The title and description of a frame or shape, unless it is for decoration."""
+    is_decorative = any(name.endswith(_DECORATIVE) and value == "true" for name, value in element.attrib.items())
+    if is_decorative:
+        return ""
+    words = (element.findtext(f"{_SVG}{name}") for name in ("title", "desc"))
+    text = picture_text(*words, name=element.get(f"{DRAW}name", ""))
+    return escape(text, quote=False)
 
 
 def _mathml(formula: Element) -> str:
