@@ -25,7 +25,6 @@ from _paths import MODEL, ROOT, command_line
 from _results import Results, Row, markdown, measure_and_show, say
 
 if TYPE_CHECKING:
-    from blend.layout import PromptLayout
     from blend.prefill.blender import Blend, Blender
     from blend.rag import Rag
     from blend.serve.engine.prefixes import PrefixCache
@@ -146,24 +145,26 @@ class Distances(NamedTuple):
     served: float | None
 
     @classmethod
-    def of(cls, layout: PromptLayout, blender: Blender, prefixes: PrefixCache) -> Distances:
+    def of(cls, prompt: Prompt, blender: Blender, prefixes: PrefixCache) -> Distances:
         """Of the prompt blended from caches, and of its rows in the server's prefix cache."""
         from blend.compare import Reference
         from blend.model.decoder import full_prefill
 
+        layout = prompt.layout
         full = Reference.of(full_prefill(blender.decoder, layout), layout, ANSWER_TOKENS)
         blended = full.fidelity(blender.prefill(layout, room=ANSWER_TOKENS)).kl
-        served = prefill_behind_served(layout, blender, prefixes)
+        served = prefill_behind_served(prompt, blender, prefixes)
         return cls(blended, None if served is None else full.fidelity(served).kl)
 
 
-def prefill_behind_served(layout: PromptLayout, blender: Blender, prefixes: PrefixCache) -> Blend | None:
+def prefill_behind_served(prompt: Prompt, blender: Blender, prefixes: PrefixCache) -> Blend | None:
     """The prompt by the rows that the server has of it, wherever these come from; only its last row is computed."""
     from blend.model.passes import run_steps
 
+    layout = prompt.layout
     last = layout.rows - 1
     goes_on = (*layout.token_ids, layout.token_ids[-1])  # the cache finds a prompt where another goes on behind it
-    prefix = prefixes.find("", goes_on)
+    prefix = prefixes.find("", goes_on, author=prompt.author)
     if prefix is None or prefix.cache.tokens < last:
         return None
     rows = prefix.cache.rows(0, last)
@@ -193,7 +194,7 @@ def measured(arms: Arms, name: str, requests: Sequence[Asked], counted: int, kl_
         if question.known:
             pairs.append((figures, arms.ask(question, full=True)[1].figures))
             if len(distances) < kl_records:
-                distances.append(Distances.of(prompt.layout, rag.blender, arms.prefixes))
+                distances.append(Distances.of(prompt, rag.blender, arms.prefixes))
         say(f"{name} {number + 1} of {len(requests)}: {figures.rows} rows, {figures.rows_computed} computed")
     row: Row = {"requests": len(requests), "reused": mean(shares), "least": min(shares)}
     for arm, of_arm in zip(("blended", "prefixes"), zip(*pairs, strict=True), strict=False):
