@@ -114,7 +114,7 @@ def test_openai_client(folder, default_url):
     example_documents = runpy.run_path(str(EXAMPLES / "openai_client.py"))["DOCUMENTS"]
     in_another_order = [example_documents[place] for place in (1, 0, 2)]
     question = {"role": "user", "content": "How many gates does the harbour have?"}
-    request = {"model": DEFAULT_MODEL, "messages": [question], "max_tokens": 64, "documents": in_another_order}
+    request = {"model": DEFAULT_MODEL, "messages": [question], "max_tokens": 16, "documents": in_another_order}
     reply = httpx.post(f"{default_url}/chat/completions", json=request, timeout=300).json()
     figures = reply["kvblend"]["figures"]
     assert figures["method"] == "blend"
