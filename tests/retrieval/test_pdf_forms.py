@@ -56,7 +56,7 @@ def note(kind, contents, entries=b""):
         ([field(b"/FT /Tx /V (912)", flags=2)], "Paid: in full"),
         ([note(b"FreeText", b"31 crowns", b"/DA (/Helv 12 Tf 0 g)")], "Paid: 31 crowns in full"),
         ([note(b"FreeText", b"shadow", b"/AP << /N 7 0 R >>"), drawn(b"")], "Paid: in full"),
-        ([note(b"Text", b"Ask\nOrm.", b"/T (Anna)")], "Paid: in full\n\n[comment by Anna: Ask Orm.]"),
+        ([note(b"Text", b"Ask\nOrm.", b"/T (Anna)")], "Paid: [comment by Anna: Ask Orm.] in full"),
         ([note(b"Highlight", b"Old fee", b"/QuadPoints [1 2 3 4 5 6 7 8]")], "Paid: in full\n\n[comment: Old fee]"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.pdf_bidi import has_right_to_left, is_mark, is_right_to_left, reading_order, with_brackets
+from blend_retrieval.readers.pdf_comments import HYPHEN, with_comments
 from blend_retrieval.readers.pdf_fields import Box, FieldText, take_annotations
 from blend_retrieval.readers.pdf_headings import Entry, with_headings
 from blend_retrieval.readers.pdf_layout import Piece
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
 
 _PDFIUM = threading.Lock()  # PDFium is not thread-safe
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
-_HYPHEN = "\x02"  # PDFium's sign for a hyphen or soft hyphen at the end of a line, after which the word goes on
-_DIVIDED = re.compile(rf"(\w+){_HYPHEN}\s*(\w+)")
+_DIVIDED = re.compile(rf"(\w+){HYPHEN}\s*(\w+)")
 _NO_CHARACTER = re.compile("[\x00\x01\x03-\x08\x0e-\x1f\x7f-\x9f\ufffd]")
 _UNKNOWN_SHARE = 0.3
 _EMPTY = "holds no text; run it through OCR"
@@ -51,7 +51,7 @@ class _Page(NamedTuple):
 
     pieces: list[Piece]
     fault: str = ""
-    comments: tuple[str, ...] = ()
+    comments: tuple[Piece, ...] = ()
     has_outside: bool = False
 
 
@@ -76,9 +76,10 @@ def read_pdf(data: bytes, title: str) -> Parts:
             document.close()
     faults = list(_faults(pages, names))
     marked = with_headings([page.pieces for page in pages], outline)
+    commented = [with_comments(pieces, page.comments) for pieces, page in zip(marked, pages, strict=True)]
     texts: list[str] = []
-    for text, page in zip(page_texts(marked), pages, strict=True):
-        texts += [text, *page.comments]
+    for text, (_, apart) in zip(page_texts(pieces for pieces, _ in commented), commented, strict=True):
+        texts += [text, *apart]
     text = "\n\n".join(filter(None, texts))
     if not text:
         raise UnreadableError(faults[0].reason if faults else _EMPTY)
@@ -104,7 +105,7 @@ def _reason(code: int | None) -> str:
 
 def _undivided(text: str) -> str:
     """Words that were divided at a line's end, joined; with a hyphen if the text spells them so elsewhere."""
-    if _HYPHEN not in text:
+    if HYPHEN not in text:
         return text
     words = set(re.findall(r"\w+(?:-\w+)*", text))
 
@@ -112,7 +113,7 @@ def _undivided(text: str) -> str:
         hyphenated = f"{match[1]}-{match[2]}"
         return hyphenated if hyphenated in words else match[1] + match[2]
 
-    return _DIVIDED.sub(joined, text).replace(_HYPHEN, "-")
+    return _DIVIDED.sub(joined, text).replace(HYPHEN, "-")
 
 
 def _read_page(document: PdfDocument, number: int) -> _Page:
@@ -141,7 +142,7 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
         pieces = list(_pieces(glyphs, text))
         pieces += [_field_piece(field, quarters) for field in annotations.texts]
         fault = _SCAN if _is_scan(page, pieces) else ""
-        comments = tuple(annotations.comments)
+        comments = tuple(_field_piece(comment, quarters) for comment in annotations.comments)
         has_outside = len(glyphs) < len(drawn)
         return _Page(pieces, fault, comments, has_outside)
     finally:

@@ -34,10 +34,10 @@ class FieldText(NamedTuple):
 
 
 class Annotations(NamedTuple):
-    """What fields and notes show on a page, and the comments that it opens on a click."""
+    """What fields and notes show on a page, and the comments that it opens on a click, at the words that they belong to."""
 
     texts: list[FieldText]
-    comments: list[str]
+    comments: list[FieldText]
 
 
 def take_annotations(page: PdfPage, form: Any) -> Annotations:
@@ -48,7 +48,7 @@ def take_annotations(page: PdfPage, form: Any) -> Annotations:
     import pypdfium2.raw as pdfium
 
     texts: list[FieldText] = []
-    comments: list[str] = []
+    comments: list[FieldText] = []
     shown: list[int] = []
     for number in range(pdfium.FPDFPage_GetAnnotCount(page.raw)):
         annotation = pdfium.FPDFPage_GetAnnot(page.raw, number)
@@ -137,11 +137,30 @@ def _free_text(annotation: Any) -> list[str] | None:
     return _lines(_string(annotation, b"Contents"))
 
 
-def _comment(annotation: Any) -> Iterator[str]:
+def _comment(annotation: Any) -> Iterator[FieldText]:
+    place = _commented_place(annotation)
     text = " ".join(_string(annotation, b"Contents").split())
     author = _string(annotation, b"T").strip()
     if text:
-        yield f"[comment by {author}: {text}]" if author else f"[comment: {text}]"
+        words = f"[comment by {author}: {text}]" if author else f"[comment: {text}]"
+        yield FieldText(words, place)
+
+
+def _commented_place(annotation: Any) -> Box:
+    """The icon of a comment, or the end of the last line that it marks."""
+    import pypdfium2.raw as pdfium
+
+    box = _box(annotation)
+    if pdfium.FPDFAnnot_GetSubtype(annotation) == pdfium.FPDF_ANNOT_TEXT:
+        return box
+    count = pdfium.FPDFAnnot_CountAttachmentPoints(annotation)
+    if count:
+        quad = pdfium.FS_QUADPOINTSF()
+        pdfium.FPDFAnnot_GetAttachmentPoints(annotation, count - 1, ctypes.byref(quad))
+        lefts = sorted((quad.x1, quad.x2, quad.x3, quad.x4))
+        heights = sorted((quad.y1, quad.y2, quad.y3, quad.y4))
+        box = Box(lefts[0], heights[0], lefts[-1], heights[-1])
+    return Box(box.right, box.bottom, box.right, min(box.top, box.bottom + _LINE))
 
 
 def _lines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from blend_retrieval.readers.pdf_bidi import is_right_to_left
 
 HEADING = re.compile(r"#{1,6} ")  # at the start of a line
-_MARKER = re.compile(r"[^\w\s]{1,2}|\(?\w{1,3}[.)]")  # of a list item
+MARKER = re.compile(r"[^\w\s]{1,2}|\(?\w{1,3}[.)]")  # of a list item
 _NUMBER = re.compile(r"[\dA-Z.]{1,8}")  # of a heading
 _SPELLED = str.maketrans(
     {
@@ -96,7 +96,7 @@ def _rows(pieces: Sequence[Piece]) -> list[Row]:
 
 def _with_markers(row: Row) -> Row:
     """A row in which the marker of a list item is no column of its own."""
-    if len(row) < 2 or not _MARKER.fullmatch(row[0].text):
+    if len(row) < 2 or not MARKER.fullmatch(row[0].text):
         return row
     marker, item = row[:2]
     marked = item._replace(text=f"{marker.text} {item.text}", left=marker.left)
