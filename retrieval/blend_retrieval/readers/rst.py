@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 from blend_retrieval.decoding import decode
@@ -115,12 +116,11 @@ def _complete(document: Any) -> None:
         latex = formula.astext()
         formula.replace_self(nodes.literal_block(latex, latex) if is_block else nodes.literal(latex, latex))
     for picture in list(document.findall(nodes.image)):
-        is_inline = isinstance(picture.parent, nodes.TextElement)
-        words = picture.get("alt", "")
-        picture.replace_self(nodes.inline("", words) if is_inline else nodes.paragraph("", words))
+        _keep_alternative(picture)
     for frame in list(document.findall(lambda node: isinstance(node, nodes.header | nodes.footer))):
         place = 0 if isinstance(frame, nodes.header) else len(document)
-        document[place:place] = [child.deepcopy() for child in frame.children]
+        frame.parent.remove(frame)
+        document[place:place] = frame.children
     for subtitle in list(document.findall(nodes.subtitle)):
         if subtitle.parent is document:  # and no part of a sidebar
             _as_heading(subtitle)
@@ -128,6 +128,21 @@ def _complete(document: Any) -> None:
         classifier.parent[0] += nodes.Text(f" : {classifier.astext()}")
         classifier.parent.remove(classifier)
     _name_raw(document)
+
+
+def _keep_alternative(picture: Any) -> None:
+    """Put a picture's text in its place, without opening the file. Where it has none, docutils would show the file's name."""
+    from docutils import nodes
+
+    attributes = {"src": picture["uri"], "alt": picture.get("alt", "")}
+    attributes |= {name: picture[name] for name in ("width", "height") if name in picture}
+    element = "".join(f' {name}="{escape(str(value))}"' for name, value in attributes.items())
+    outer = picture.parent
+    is_inline = isinstance(outer, nodes.TextElement)
+    is_link_alone = isinstance(outer, nodes.reference) and not isinstance(outer.parent, nodes.TextElement)
+    html = f"<img{element}>" if is_inline and not is_link_alone else f"<p><img{element}></p>"
+    whole = outer if is_link_alone else picture
+    whole.replace_self(nodes.raw("", html, format="html"))
 
 
 def _as_heading(subtitle: Any) -> None:
