@@ -83,6 +83,13 @@ def test_text_keeps_its_value(content, styles, shown):
     assert read_box(paragraph(content), styles=styles) == ([shown], [])
 
 
+def look_as(element, text, **look):
+    """Give the run of this text these properties."""
+    (run_element,) = element.xpath(f".//a:r[a:t='{text}']")
+    for name, value in look.items():
+        run_element.get_or_add_rPr().set(name, value)
+
+
 def test_titles_cells_and_notes_keep_their_values():
     deck = Presentation()
     slide = deck.slides.add_slide(deck.slide_layouts[5])
@@ -91,12 +98,11 @@ def test_titles_cells_and_notes_keep_their_values():
     table = slide.shapes.add_table(2, 1, 0, Inches(3), Inches(4), Inches(1)).table
     table.cell(0, 0).text = "Fee"
     table.cell(1, 0).text_frame.text = "10"
-    raised = table.cell(1, 0).text_frame.paragraphs[0].add_run()
-    raised.text = "7"
-    raised.font._element.set("baseline", "30000")
+    table.cell(1, 0).text_frame.paragraphs[0].add_run().text = "7"
     notes = slide.notes_slide.notes_text_frame.paragraphs[0]
     notes.add_run().text = "not 10"
-    notes.runs[0].font._element.set("strike", "sngStrike")
+    look_as(slide.shapes[1].element, "7", baseline="30000")
+    look_as(slide.notes_slide.notes_placeholder.element, "not 10", strike="sngStrike")
     assert read(deck)[0] == "## 10^6^\n\n| Fee |\n| --- |\n| 10^7^ |\n\n~~not 10~~"
 
 
