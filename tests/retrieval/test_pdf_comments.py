@@ -63,3 +63,15 @@ def test_a_heading_stays_as_it_is():
     (document,), _ = load_bytes("a.pdf", data)
     assert document.text.startswith("# Dues\n")
     assert document.text.endswith(f"\n\n{COMMENT}")
+
+
+def test_a_marked_passage_ends_where_its_last_line_ends():
+    lines = [(72, 700, "The fees are:"), (72, 686, "Brack 40"), (400, 686, "Skell 52")]
+    marked = "/QuadPoints [72 710 480 710 72 698 480 698 72 696 100 696 72 684 100 684]"
+    text = read(lines, note("72 684 480 710", kind="Highlight", entries=marked))
+    assert f"Brack 40 {COMMENT}" in text
+
+
+def test_a_list_keeps_its_numbers():
+    lines = [(72, 700, "1."), (110, 700, "Drain the dock"), (72, 686, "2."), (110, 686, "Close the valve")]
+    assert read(lines, note("50 694 70 714")) == f"1. Drain the dock {COMMENT}\n2. Close the valve"

@@ -29,19 +29,32 @@ def with_comments(pieces: Sequence[Piece], comments: Sequence[Piece]) -> tuple[l
 
 def _nearest(pieces: Sequence[Piece], comment: Piece) -> int | None:
     """The number of the piece in the comment's line that is nearest to it."""
-    lines = [number for number, piece in enumerate(pieces) if piece.bottom <= comment.middle <= piece.top]
-    if not lines:
-        lines = [number for number, piece in enumerate(pieces) if _rise(piece, comment) < piece.height]
-    if not lines or any(pieces[number].level for number in lines):
+    line = _line(pieces, comment)
+    if any(pieces[number].level for number in line):
         return None
-    words = [number for number in lines if not MARKER.fullmatch(pieces[number].text)]
+    words = [number for number in line if not MARKER.fullmatch(pieces[number].text)]
+    return min(words or line, key=lambda number: _distance(pieces[number], comment), default=None)
 
-    def distance(number: int) -> tuple[float, float]:
-        piece = pieces[number]
-        centre = (comment.left + comment.right) / 2
-        return max(0.0, piece.left - centre, centre - piece.right), _rise(piece, comment)
 
-    return min(words or lines, key=distance)
+def _line(pieces: Sequence[Piece], comment: Piece) -> list[int]:
+    """The numbers of the pieces at the height of a comment, or less than a line away from it."""
+    line = []
+    near = []
+    for number, piece in enumerate(pieces):
+        if piece.bottom <= comment.middle <= piece.top:
+            line.append(number)
+        if _rise(piece, comment) < piece.height:
+            near.append(number)
+    return line or near
+
+
+def _distance(piece: Piece, comment: Piece) -> tuple[float, float]:
+    """How far a comment is on the left or right of a piece, then how far above or below."""
+    centre = (comment.left + comment.right) / 2
+    before = piece.left - centre
+    behind = centre - piece.right
+    aside = max(0.0, before, behind)
+    return aside, _rise(piece, comment)
 
 
 def _rise(piece: Piece, comment: Piece) -> float:
