@@ -45,6 +45,13 @@ def test_text_keeps_its_value(content, shown):
     assert reasons == (["its hidden text is not read"] if "Secret" in content else [])
 
 
+@pytest.mark.parametrize(("style", "shown"), [("Old", "~~98 98~~"), ("Secret", ""), ("Round", "98 98")])
+def test_looks_by_the_style_of_the_paragraph(style, shown):
+    content = f'<w:p><w:pPr><w:pStyle w:val="{style}"/></w:pPr>{run("98 ")}{run("98")}</w:p>'
+    text, _ = read(f"{content}<w:p>{run('31')}</w:p>", styles=STYLES)
+    assert lines(text) == [*filter(None, [shown]), "31"]
+
+
 def test_comments_and_headers_keep_their_values():
     power = run("10") + run("1", style="Power") + run("2", style="Power") + run(" m, not ") + run("98", style="Old")
     comment = f'<w:comment w:id="3" w:author=""><w:p>{power}</w:p></w:comment>'

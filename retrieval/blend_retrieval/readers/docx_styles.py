@@ -46,9 +46,12 @@ class RunLooks:
         every = () if styles is None else styles.iterfind(f"{WORD}style")
         self._styles = {style.get(f"{WORD}styleId", ""): style for style in every}
 
-    def of(self, run: Element) -> Look:
-        """The look of a run: by its own properties, then by its style and those that this one is based on."""
-        properties = list(self._properties(run.find(f"{WORD}rPr")))
+    def of(self, run: Element, paragraph_style: str | None = None) -> Look:
+        """The look of a run: by its own properties, then by its style, then by its paragraph's."""
+        direct = run.find(f"{WORD}rPr")
+        properties = [] if direct is None else [direct]
+        properties += self._of_style(value(direct, "rStyle"))
+        properties += self._of_style(paragraph_style)
 
         def is_set(name: str) -> bool:
             switches = (element.find(WORD + name) for element in properties)
@@ -57,18 +60,14 @@ class RunLooks:
         is_struck = is_set("strike") or is_set("dstrike")
         return Look(_script(properties), is_struck, is_set("vanish"))
 
-    def _properties(self, properties: Element | None) -> Iterator[Element]:
-        if properties is None:
-            return
-        yield properties
-        name = value(properties, "rStyle")
+    def _of_style(self, name: str | None) -> Iterator[Element]:
         passed = set()
         while name in self._styles and name not in passed:
             passed.add(name)
             style = self._styles[name]
-            of_style = style.find(f"{WORD}rPr")
-            if of_style is not None:
-                yield of_style
+            properties = style.find(f"{WORD}rPr")
+            if properties is not None:
+                yield properties
             name = value(style, "basedOn")
 
 

@@ -134,6 +134,7 @@ class WordText:
         self._styles = package.root(package.related("styles"))
         self._numbers = Numbers(numbering, self._styles)
         self._looks = RunLooks(self._styles)
+        self._paragraph_style: str | None = None
         self._comments = self._read_comments()
         self._unread: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
@@ -244,14 +245,17 @@ class WordText:
         mark = None if properties is None else properties.find(f"{WORD}rPr")
         is_gone = mark is not None and _is_gone(mark)
         number = None if is_gone else self._numbers.next_number(paragraph)
+        outer_style = self._paragraph_style
+        self._paragraph_style = value(properties, "pStyle")
         self._rewrite_children(paragraph)
+        self._paragraph_style = outer_style
         if number is not None:
             place = 0 if properties is None else 1
             paragraph.insert(place, _run(marked_number(number)))
         return [paragraph]
 
     def _visible(self, run: Element) -> Elements:
-        look = self._looks.of(run)
+        look = self._looks.of(run, self._paragraph_style)
         if look.is_hidden:
             if any(text.text for text in run.iter(f"{WORD}t")):
                 self._notes["its hidden text is not read"] = None
