@@ -1,8 +1,16 @@
 """Word files: raised, lowered, struck-through and hidden text, and texts of pictures."""
 
-import pytest
-from test_word import lines, read
+import io
+import zipfile
 
+import pytest
+from office_files import zipped_files
+from test_word import lines, read, word_file
+
+from blend_retrieval.loading import load_bytes
+
+_PACKAGE = "http://schemas.openxmlformats.org/package/2006/relationships"
+_OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _DRAWING = "http://schemas.openxmlformats.org/drawingml/2006"
 _SPACES = (
     f'xmlns:wp="{_DRAWING}/wordprocessingDrawing" xmlns:a="{_DRAWING}/main" xmlns:pic="{_DRAWING}/picture" '
@@ -98,6 +106,20 @@ CHOICE = f"<mc:AlternateContent>{CHOICE}</mc:AlternateContent>"
 def test_texts_of_pictures(picture, shown):
     text, _ = read(f"<w:p>{run('Before ')}<w:r>{picture}</w:r>{run(' behind')}</w:p>")
     assert " ".join(text.split()) == shown
+
+
+def test_the_text_of_a_picture_that_is_there_stands_once():
+    picture = "<pic:pic><pic:blipFill><a:blip r:embed='r1'/></pic:blipFill></pic:pic>"
+    graphic = f"<a:graphic><a:graphicData>{picture}</a:graphicData></a:graphic>"
+    body = f"<w:p><w:r>{drawing(ALT, inside=graphic)}</w:r></w:p>"
+    relation = f'<Relationship Id="r1" Type="{_OFFICE}/image" Target="media/a.png"/>'
+    links = f'<Relationships xmlns="{_PACKAGE}">{relation}</Relationships>'
+    data = io.BytesIO(word_file(body))
+    with zipfile.ZipFile(data) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    files |= {"word/_rels/document.xml.rels": links, "word/media/a.png": b"pixels"}
+    (document,), _ = load_bytes("a.docx", zipped_files(files))
+    assert document.text == "[picture: Mast at Orm, 31 cm]"
 
 
 def test_the_text_of_a_shape_stands_before_its_box():

@@ -31,7 +31,7 @@ def read_docx(data: bytes, title: str) -> Parts:
     with opened_zip(data) as archive:
         text = WordText(Package(archive))
         prepared = text.prepared()
-    no_pictures = mammoth.images.img_element(lambda image: {"src": ""})
+    no_pictures = mammoth.images.img_element(lambda image: {"src": "", "alt": ""})  # their texts are written already
     styles = "\n".join([_STYLES, *text.heading_styles()])
     result = mammoth.convert_to_html(io.BytesIO(prepared), convert_image=no_pictures, style_map=styles)
     heading, markdown = html_to_markdown(result.value)
