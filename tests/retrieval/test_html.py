@@ -98,8 +98,9 @@ def test_the_labels_of_a_drawing_are_read():
     assert read(f"<p>Flow: {drawing}{box}.</p><svg><path d='M0'/></svg>").text == "Flow: Pump; 40 l; Tank 7 ."
 
 
-def test_a_page_that_is_nested_too_deeply_is_refused_rather_than_cut():
-    documents, (skipped,) = load_bytes("page.html", b"<div>" * 3000 + b"down here")
+@pytest.mark.parametrize("frame", [b"", b"<header>"])
+def test_a_page_that_is_nested_too_deeply_is_refused_rather_than_cut(frame):
+    documents, (skipped,) = load_bytes("page.html", frame + b"<div>" * 3000 + b"down here")
     assert not documents
     assert "cannot be read whole" in skipped.reason
 

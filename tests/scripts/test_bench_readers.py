@@ -12,7 +12,7 @@ from _reader_files import reader_files
 from blend_retrieval.loading import load_bytes
 
 # Kinds of facts that our readers lose in some of the files; every other one is stated.
-LOST = {"links", "picture's text"}
+LOST = {"links"}
 
 OTHER = """
 class MarkItDown:

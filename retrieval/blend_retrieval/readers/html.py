@@ -37,7 +37,10 @@ def html_to_markdown(html: str) -> tuple[str, str]:
     tree = LexborHTMLParser(html_of_xhtml(html) if is_xhtml(html) else html)
     heading = tree.css_first("head > title") or tree.css_first("h1")
     title = (heading and heading.text()) or ""
-    _prepare(tree)
+    try:
+        _prepare(tree)
+    except RecursionError:
+        raise UnreadableError("cannot be read whole: its elements are nested too deeply") from None
     options = ConversionOptions(
         bullets="-",
         sup_symbol="^",
@@ -67,9 +70,9 @@ def _prepare(tree: LexborHTMLParser) -> None:
     for drawing in reversed(tree.css("svg")):
         words = drawing_text(drawing)
         drawing.replace_with(f" {words} " if words else "")
+    write_fields(tree)
     write_pictures(tree)
     _write_addresses(tree)
-    write_fields(tree)
     mark_numbers(tree)
 
 

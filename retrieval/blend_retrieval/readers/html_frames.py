@@ -43,6 +43,7 @@ _TURNING = re.compile(r"\W*(?:prev(?:ious)?|next|back|forward|up|zurück|weiter|
 _TURNING_NAME = re.compile(r"(?:^|[\s_-])(?:prev(?:ious)?|next)(?:$|[\s_-])", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[\w)]{3}[.!])\s+(?=[^\W\d_a-z])|\s*[|•·]\s*")
 _DIGIT = re.compile(r"\d")
+_TELLING = re.compile(r"\d|\w@\w")  # a number or an address of mail
 
 
 def clear_frames(tree: LexborHTMLParser) -> None:
@@ -135,9 +136,9 @@ def _leads_elsewhere(words: str, links: list[LexborNode], is_of_page: bool) -> b
         return False
     if any(_turns_the_page(link) for link in links):
         return True
-    is_in_a_list = _is_inside(links[0], ("li",))
-    has_a_number = len(links) == 1 and not is_in_a_list and _DIGIT.search(words) is not None
-    return is_of_page and not has_a_number
+    is_alone = len(links) == 1 and not _is_inside(links[0], ("li",))
+    names_something = is_alone and _TELLING.search(words) is not None
+    return is_of_page and not names_something
 
 
 def _turns_the_page(link: LexborNode) -> bool:

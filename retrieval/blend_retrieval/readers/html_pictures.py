@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from blend_retrieval.readers.html_frames import distinct
 
@@ -25,6 +25,7 @@ _EMPTY_WORDS = re.compile(  # they say that a picture is there
 )
 _LOGO = re.compile(r".*\blogo(?:type)?", re.IGNORECASE)
 _TURNING = re.compile(r"\W*(?:prev(?:ious)?|next|up|home|top|back|forward|contents|index)\W*", re.IGNORECASE)
+_QUERY = re.compile(r"[?#].*", re.DOTALL)
 _PIXELS = re.compile(r"\s*(\d+)(?:\.\d+)?\s*(?:px)?\s*")
 _STYLE_SIZE = r"(?:^|;)\s*{}\s*:\s*(\d+)(?:\.\d+)?px"
 _ICON = 24  # pixels
@@ -34,21 +35,25 @@ _OFTEN = 3
 _LONGEST_SIGN = 3  # characters: some emoji are composed
 _LEVELS = 4  # of elements around a picture, in which the nearest words are looked for
 _INLINE = (
-    "-text",
-    "a",
-    "abbr",
-    "b",
-    "code",
-    "em",
-    "font",
-    "i",
-    "object",
-    "picture",
-    "small",
-    "source",
-    "span",
-    "strong",
-    "u",
+    *(
+        "-text",
+        "a",
+        "abbr",
+        "b",
+        "cite",
+        "code",
+        "em",
+        "font",
+        "i",
+        "label",
+        "mark",
+        "object",
+        "picture",
+        "q",
+        "s",
+        "small",
+    ),
+    *("source", "span", "strong", "sub", "sup", "u"),
 )
 _OPENING = ("(", "[", "„", "“", "«")
 _WAYS = ("prev", "next")
@@ -121,8 +126,14 @@ def _text(picture: LexborNode, frequency: Counter[tuple[str, str]]) -> str:
         return _marked(words)
     if _is_small(picture):
         return ""
-    is_bullet = picture.tag == "img" and frequency[_identity(picture)] >= _OFTEN
-    return "" if is_bullet else _marked(words)
+    is_repeated = picture.tag == "img" and frequency[_identity(picture)] >= _OFTEN
+    return "" if is_repeated and _is_bullet(picture, words) else _marked(words)
+
+
+def _is_bullet(picture: LexborNode, words: str) -> bool:
+    """Whether a repeated picture opens a line, and states no number."""
+    has_number = any(map(str.isdigit, words))
+    return not has_number and not _touching(picture, "prev").strip()
 
 
 def _marked(words: str) -> str:
@@ -152,7 +163,8 @@ def _says_nothing(picture: LexborNode, words: str) -> bool:
 def _is_name_of_file(picture: LexborNode, words: str) -> bool:
     """Whether a text is the file's name. A word without a suffix is none where it is a cell's value, or inside a sentence."""
     source = picture.attributes.get("src") or ""
-    path = PurePosixPath(unquote(urlsplit(source).path))
+    place = _QUERY.sub("", source)
+    path = PurePosixPath(unquote(place))
     if words in (source, path.name) and path.suffix:
         return True
     if words != path.stem:
@@ -198,12 +210,10 @@ def _is_small(picture: LexborNode) -> bool:
 
 
 def _is_alone_in_a_cell(picture: LexborNode) -> bool:
-    outer = picture.parent
-    while outer is not None and outer.tag not in _CELLS:
-        if _line(outer.text()):
-            return False
-        outer = outer.parent
-    return outer is not None and not _line(outer.text())
+    cell = picture.parent
+    while cell is not None and cell.tag not in _CELLS:
+        cell = cell.parent
+    return cell is not None and not _line(cell.text())
 
 
 def _has_its_like_beside(picture: LexborNode) -> bool:
