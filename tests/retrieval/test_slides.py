@@ -1,6 +1,7 @@
 """Slides: raised, lowered and struck-through text, numbers of lists, formulas, and texts of pictures."""
 
 import io
+from copy import deepcopy
 
 import pytest
 from pptx import Presentation
@@ -206,9 +207,14 @@ def test_shapes_that_only_new_versions_know():
     shapes = deck.slides.add_slide(deck.slide_layouts[6]).shapes
     put(shapes.add_textbox(0, 0, 1, 1), body(paragraph(run("Volume: "), FORMULA)))
     shape = shapes[0].element
-    choice = parse_xml(
-        f'<mc:AlternateContent xmlns:mc="{_COMPATIBLE}"><mc:Choice Requires="a14"/><mc:Fallback/></mc:AlternateContent>'
+    only_new = parse_xml(
+        f'<mc:AlternateContent xmlns:mc="{_COMPATIBLE}"><mc:Choice/><mc:Choice/></mc:AlternateContent>'
     )
-    shape.addprevious(choice)
-    choice[0].append(shape)
+    shape.addprevious(only_new)
+    only_new[1].append(deepcopy(shape))
+    only_new[0].append(shape)
     assert read(deck) == ("Volume: 10^6", [])
+    frame = shapes.add_table(1, 1, 0, 0, 1, 1).element
+    frame.graphic.graphicData.set("uri", "http://schemas.microsoft.com/office/drawing/2014/chartex")
+    only_new[0].append(frame)
+    assert read(deck) == ("Volume: 10^6", ["holds a diagram, which is not read"])

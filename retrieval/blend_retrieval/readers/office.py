@@ -15,7 +15,6 @@ from blend_retrieval.readers.zipped import opened_zip
 
 _DEFAULT_STYLES = "{http://schemas.openxmlformats.org/presentationml/2006/main}defaultTextStyle"
 _COMPATIBLE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
-_CHOICE = f"{_COMPATIBLE}AlternateContent/{_COMPATIBLE}Choice"
 
 
 def read_pptx(data: bytes, title: str) -> Parts:
@@ -45,7 +44,7 @@ def _left_out(slide: Any, blocks: Iterable[str]) -> Iterator[str]:
     has_words = any(block and not block.startswith(PICTURE) for block in blocks)
     if not has_words and len(slide.shapes):
         yield "holds no text, only pictures; run it through OCR"
-    elif any(map(_is_diagram, slide.shapes)):
+    elif any(map(_is_diagram, _shapes(slide.shapes))):
         yield "holds a diagram, which is not read"
 
 
@@ -123,7 +122,7 @@ def _shapes(shapes: Any) -> Iterator[Any]:
     from pptx.shapes.shapetree import SlideShapeFactory
 
     yield from shapes
-    for choice in shapes.element.iterfind(_CHOICE):
+    for choice in shapes.element.iterfind(f"{_COMPATIBLE}AlternateContent/{_COMPATIBLE}Choice[1]"):
         for element in choice:
             if element.tag.endswith(("}sp", "}pic", "}grpSp", "}graphicFrame", "}cxnSp")):
                 yield SlideShapeFactory(element, shapes)
