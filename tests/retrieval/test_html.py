@@ -74,7 +74,8 @@ def test_list_items_without_end_tags_stay_apart(items):
 
 def test_only_what_frames_a_page_is_dropped():
     document = read(
-        "<title>The page</title><header><a href=/>Site</a></header><nav>Menu</nav><div role=navigation>More menu</div>"
+        "<title>The page</title><a class=md-skip href=#fees>Skip</a><header><a href=/>Site</a><hr></header>"
+        "<nav>Menu</nav><div role=navigation>More menu</div>"
         "<header><h1>Fees</h1></header><p>Lead.</p>"
         "<article><header>3 May</header><p>Teaser.</p><footer>Fee: 31.</footer></article><pre>x = 1\n    y = 2</pre>"
         "<style>p{}</style><footer><a href=/imprint>Imprint</a></footer><script>x()</script><noscript>Enable scripts</noscript>"

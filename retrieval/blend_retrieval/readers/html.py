@@ -21,7 +21,7 @@ _ENCODING = re.compile(
     rb"<meta[^>]+charset\s*=\s*[\"']?\s*([\w.:-]+)|<\?xml[^>]+encoding\s*=\s*[\"']([\w.:-]+)", re.IGNORECASE
 )
 _DECLARED_WITHIN = 1024  # bytes, by the HTML standard
-_NOISE = "nav, noscript, iframe, dialog:not([open]), [role=navigation], [role=search]"
+_NOISE = "nav, noscript, iframe, dialog:not([open]), [role=navigation], [role=search], a[class*=skip][href^='#']"
 _ADDRESS = re.compile(r"(?:https?://|mailto:|tel:)\S+", re.IGNORECASE)
 _SOFT_HYPHEN = "\u00ad"
 

@@ -63,7 +63,8 @@ def clear_frames(tree: LexborHTMLParser) -> None:
         for line in list(_lines(frame)):
             _clear(line, is_of_page)
         text = _words(frame.text())
-        if is_of_page and text in texts:
+        is_repeated = is_of_page and text in texts
+        if is_repeated or _is_empty(frame):  # a rule would be all that is left
             frame.decompose()
         elif text:
             texts.add(text)
