@@ -75,7 +75,7 @@ def test_rows_of_title_and_text_are_documents():
         "body": Array(["# One\nline", "Two"], DataType.string()),
     }
     documents, _ = load_bytes("a.parquet", stored(texts), "body")
-    assert [(one.id, one.title, one.text) for one in documents] == [
+    assert [(document.id, document.title, document.text) for document in documents] == [
         ("a.parquet#a", "Orm", "# One\nline"),
         ("a.parquet#b", "Kell", "Two"),
     ]

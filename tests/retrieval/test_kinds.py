@@ -117,7 +117,7 @@ def test_chapters_of_pictures_and_pages_beside_the_reading_order_are_named():
     listed = listed.replace("</spine>", '<itemref idref="gone"/></spine>')
     (document,), skipped = load_bytes("book.epub", zipped_files(files | {package: listed}))
     assert document.text == "First."
-    assert {one.source: one.reason for one in skipped} == {
+    assert {fault.source: fault.reason for fault in skipped} == {
         "book.epub chapter OEBPS/cover.xhtml": "holds only pictures",
         "book.epub chapter gone": "is not in the book's list of files",
         "book.epub page notes.xhtml": "is not in the reading order, so it is not read",
@@ -141,7 +141,7 @@ def test_mails_with_their_attachments_and_mails():
         ("a.eml#attachment 4", "The fee"): "It is **31**.",
         ("a.eml#fees.pdf", "fees"): "Fee: 31",
     }
-    assert {one.source: one.reason for one in skipped} == {
+    assert {fault.source: fault.reason for fault in skipped} == {
         "a.eml tool.exe": "is an attachment of a kind that is not read",
         "a.eml b.txt": "is a binary file, not text",
     }

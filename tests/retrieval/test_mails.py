@@ -17,7 +17,7 @@ def part(kind, text, *headers):
 
 def multipart(kind, *parts, headers=""):
     boundary = f"={kind}-{len(parts)}="
-    inner = "".join(f"--{boundary}\n{one}\n" for one in parts)
+    inner = "".join(f"--{boundary}\n{part}\n" for part in parts)
     return f'{headers}Content-Type: multipart/{kind}; boundary="{boundary}"\n\n{inner}--{boundary}--\n'
 
 
@@ -25,8 +25,8 @@ def read(body):
     """The texts by id, without headers, and the reasons by place."""
     data = body if isinstance(body, bytes) else body.encode()
     documents, skipped = load_bytes("a.eml", HEADERS.encode() + data)
-    texts = {one.id: one.text.removeprefix("From: gate@orm.example\n\n") for one in documents}
-    return texts, {one.source: one.reason for one in skipped}
+    texts = {document.id: document.text.removeprefix("From: gate@orm.example\n\n") for document in documents}
+    return texts, {fault.source: fault.reason for fault in skipped}
 
 
 def mail_text(body):

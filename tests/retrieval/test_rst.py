@@ -11,7 +11,7 @@ ROW = "| A | 31 |\n| --- | --- |"
 def read(text):
     """The text of a file, and the reasons by place."""
     (document,), skipped = load_bytes("a.rst", text.encode())
-    return document.text, {one.source.removeprefix("a.rst").strip(): one.reason for one in skipped}
+    return document.text, {fault.source.removeprefix("a.rst").strip(): fault.reason for fault in skipped}
 
 
 def read_whole(text):

@@ -82,10 +82,10 @@ def test_heads_are_taken_by_default_where_the_question_alone_chooses():
     def chosen(selector: str, **options: int) -> list[list[int]]:
         return [_select(_evidence(16, layout=layout, seed=seed), selector, **options) for seed in range(5)]
 
-    for selector, own, *others in (("query_guided", 6, 0, 5, 7), ("mixed", 0, 1), ("hkvd", 0, 1)):
-        assert chosen(selector) == chosen(selector, lead=own)
-        for other in others:
-            assert chosen(selector) != chosen(selector, lead=other)
+    for selector, default_lead, *other_leads in (("query_guided", 6, 0, 5, 7), ("mixed", 0, 1), ("hkvd", 0, 1)):
+        assert chosen(selector) == chosen(selector, lead=default_lead)
+        for lead in other_leads:
+            assert chosen(selector) != chosen(selector, lead=lead)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5, 10, 13, 20])

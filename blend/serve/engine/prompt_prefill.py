@@ -87,7 +87,7 @@ class PromptPrefill(Stepper["Blend"]):
         self._reused = 0  # first rows that come from memory
         self._inexact = 0  # how many of them, from the first blended one on
         self._estimate: Estimate | None = None  # of these
-        self._author_before = ""  # on whose earlier prompts these depend
+        self._author_before = ""  # whose earlier prompts these rows have read
         self.first_rows: ChunkCache | None = None
         self.most_rows = 0
         self._restarted = False
@@ -262,7 +262,7 @@ class PromptPrefill(Stepper["Blend"]):
 
     @property
     def author(self) -> str:
-        """On whose earlier prompts its rows depend, because some of them moved; "" if on nobody's."""
+        """Whose earlier prompts its rows have read, because some of them moved; "" if none moved."""
         return self._prompt.author if self._rows_moved else self._author_before
 
     @property

@@ -31,7 +31,8 @@ _MOST_LEXER_STATES = 50_000  # 1 to 2 KB each, during one answer
 _TRIED_STEPS = 64
 _EXACT = 1 << 53  # integers up to here are exact as 64-bit floats
 _LONGEST_NUMBER = 40  # characters of it in a message
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_INCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
+_BOUNDS = (*_INCLUSIVE, *_INCLUSIVE.values())
 TOO_LARGE = "the schema is too large to follow"
 _MOST_WORDS = 200  # characters of the library's message
 
@@ -176,13 +177,13 @@ def _fault(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
 
 
 def _reached_bound(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) -> str:
-    """A bound that no number may reach, and that the library lets some reach beside the other bounds; "" without one."""
+    """Why the library does not keep an exclusive bound of this schema: it lets a number equal the bound; "" if it keeps all."""
     from llguidance import LLMatcher
 
     parts = [json.loads(schema)]
     options = parts[0]["x-guidance"]
     for part in _values(parts[0]):
-        excluded = [name for name in _BOUNDS[2:] if isinstance(part, dict) and isinstance(part.get(name), int | float)]
+        excluded = [name for name in _INCLUSIVE if isinstance(part, dict) and isinstance(part.get(name), int | float)]
         for name in excluded if not options["lenient"] else ():
             numbers = {key: part[key] for key in _BOUNDS if key in part}
             kind = "integer" if part.get("type") == "integer" else "number"
@@ -193,7 +194,7 @@ def _reached_bound(schema: str, tokenizer: LLTokenizer, limits: LLParserLimits) 
                 )
                 reaches = float(written) == part[name] and matcher.consume_tokens([*written.encode()])
                 if reaches and matcher.is_accepting():
-                    return f"{name} {part[name]} is not supported beside these bounds; use {name[9:].lower()}"
+                    return f"{name} {part[name]} is not supported beside these bounds; use {_INCLUSIVE[name]}"
     return ""
 
 

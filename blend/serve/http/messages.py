@@ -179,7 +179,7 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """How the answer is made. effort: of thoughts, if the model thinks."""
 
-    ignored = ("task_budget",)  # which no model here is told
+    ignored = ("task_budget",)  # a hint to the model, which none here reads
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] = "medium"
 

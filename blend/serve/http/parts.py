@@ -146,7 +146,7 @@ def require_text(question: Mapping[str, Content]) -> None:
 
 
 def note_of_unread(contents: Iterable[Content]) -> tuple[str, ...]:
-    """A line for the answer's figures on what a conversation holds beside text; none if it holds nothing else."""
+    """A line for the answer's figures that names pictures and other parts without text; nothing if all parts are text."""
     names = [*dict.fromkeys(name for content in contents for name in content.unread)]
     if not names:
         return ()
