@@ -184,7 +184,8 @@ class PrefixCache:
 
         quality, estimate: see `CachedPrefix`. session: the prompt's.
         """
-        computed = len(conversation.ids)
+        ids = conversation.ids
+        computed = len(ids)
         if self._too_large(cache, computed) or cache.states(computed) is None:
             return
         rows = CachedPrefix(rows_of_prompt(cache, 0, computed), exact, quality, estimate, conversation.author)
@@ -194,8 +195,7 @@ class PrefixCache:
                 sessions = older.sessions
                 self._drop(older)
             sessions = _joined_by(sessions, session)
-            key = conversation
-            self._add(_Entry(key.owner, self._conversations, key, key.ids, rows, sessions))
+            self._add(_Entry(conversation.owner, self._conversations, conversation, ids, rows, sessions))
             self._shrink()
 
     def drop_blended(self, conversation: Conversation) -> None:
