@@ -106,7 +106,7 @@ def test_damaged_files_are_named():
 
 
 def test_a_table_is_read_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("blend_retrieval.readers.columns.MOST_CELLS", 6)
+    monkeypatch.setattr("blend_retrieval.readers.sheets.columns.MOST_CELLS", 6)
     numbers = Array(list(range(9)), DataType.int64())
     (document,), (skipped,) = load_bytes("a.parquet", stored({"a": numbers, "b": numbers}))
     assert grid(document.text)[1:] == [["0", "0"], ["1", "1"], ["2", "2"]]

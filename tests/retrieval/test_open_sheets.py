@@ -138,7 +138,7 @@ def test_archives():
 
 
 def test_a_spreadsheet_is_read_up_to_a_limit(monkeypatch):
-    monkeypatch.setattr("blend_retrieval.readers.ods.MOST_CELLS", 1000)
+    monkeypatch.setattr("blend_retrieval.readers.sheets.ods.MOST_CELLS", 1000)
     many = row(cell("x", 'table:number-columns-repeated="500"'), attributes='table:number-rows-repeated="1000000000"')
     text, named = read(table(row(cell("Fee"))) + table(many, name="Many"))
     assert len(grid(text)) == 3

@@ -289,7 +289,7 @@ def test_a_workbook_is_read_up_to_a_limit(monkeypatch):
         book.copy_worksheet(sheet)
         book.copy_worksheet(sheet)
 
-    monkeypatch.setattr("blend_retrieval.readers.xlsx.MOST_CELLS", 15)
+    monkeypatch.setattr("blend_retrieval.readers.sheets.xlsx.MOST_CELLS", 15)
     text, named = read(workbook([["Pier", "Fee"], ["A", 31], ["B", 12]], change))
     assert grid(text) == [["Pier", "Fee"], ["A", "31"], ["B", "12"]] * 2 + [["Pier", "Fee"]]
     assert named == {"sheet Fees Copy1": "has more than the 15 cells that are read"}

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from blend_retrieval import load_documents
-from blend_retrieval.readers import html
+from blend_retrieval.readers.html import html
 
 
 @pytest.fixture

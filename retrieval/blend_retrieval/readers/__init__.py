@@ -3,13 +3,13 @@
 In: the bytes of a file, and the title to use when the file names none. Out: `Parts`, the documents of the file (`Part`) and
 what was not read of it (`Fault`). `blend_retrieval.loading` calls them, and the reader of mails for attachments.
 
-Read `base` (the types), `text` (the simplest reader), `html` (which others use), then any other. `pdf` reads a page's pieces,
-`pdf_headings` finds headings among them, `pdf_layout` puts them in order.
+Read `base` (the types) and `text` (the simplest reader), then a folder: `html` (which others use), `office`, `sheets`, `pdf`,
+`markup`, `mails`. Formats that need a single file stand beside them, as does what several folders use.
 
 To add a reader:
 
-1. Write a function `(data: bytes, title: str) -> Parts` in a file of its own. Import the parser inside it: where it is not
-   installed, `reader_for` says what to install. Add the parser to the extra [docs] in pyproject.toml.
+1. Write a function `(data: bytes, title: str) -> Parts` in a file of its own, in the folder that fits. Import the parser inside
+   it: where it is not installed, `reader_for` says what to install. Add the parser to the extra [docs] in pyproject.toml.
 2. Decode text with `blend_retrieval.decoding.decode`, and pass its note on with `base.notes`.
 3. Return a `Part` for each document, with its markup: "markdown" if its text is, "plain" or "code" if it is as in the file.
    Return a `Fault` for each place that was not read. Raise `UnreadableError` with the reason if that is the whole file.
@@ -49,40 +49,40 @@ _READERS = {  # module and function
     ".markdown": "text:read_markdown",
     ".txt": "text:read_text",
     ".text": "text:read_text",
-    ".rst": "rst:read_rst",
-    ".html": "html:read_html",
-    ".htm": "html:read_html",
-    ".xhtml": "html:read_xhtml",
-    ".pdf": "pdf:read_pdf",
+    ".rst": "markup.rst:read_rst",
+    ".html": "html.html:read_html",
+    ".htm": "html.html:read_html",
+    ".xhtml": "html.html:read_xhtml",
+    ".pdf": "pdf.pdf:read_pdf",
     ".jsonl": "jsonl:read_jsonl",
-    ".csv": "delimited:read_csv",
-    ".tsv": "delimited:read_tsv",
-    ".tab": "delimited:read_tsv",
-    ".docx": "docx:read_docx",
-    ".pptx": "office:read_pptx",
-    ".xlsx": "xlsx:read_xlsx",
-    ".xlsm": "xlsx:read_xlsx",
-    ".xltx": "xlsx:read_xlsx",
-    ".xltm": "xlsx:read_xlsx",
-    ".ods": "ods:read_ods",
-    ".ots": "ods:read_ods",
-    ".fods": "ods:read_fods",
-    ".parquet": "columns:read_parquet",
-    ".feather": "columns:read_feather",
-    ".arrow": "columns:read_feather",
+    ".csv": "sheets.delimited:read_csv",
+    ".tsv": "sheets.delimited:read_tsv",
+    ".tab": "sheets.delimited:read_tsv",
+    ".docx": "office.docx:read_docx",
+    ".pptx": "office.pptx:read_pptx",
+    ".xlsx": "sheets.xlsx:read_xlsx",
+    ".xlsm": "sheets.xlsx:read_xlsx",
+    ".xltx": "sheets.xlsx:read_xlsx",
+    ".xltm": "sheets.xlsx:read_xlsx",
+    ".ods": "sheets.ods:read_ods",
+    ".ots": "sheets.ods:read_ods",
+    ".fods": "sheets.ods:read_fods",
+    ".parquet": "sheets.columns:read_parquet",
+    ".feather": "sheets.columns:read_feather",
+    ".arrow": "sheets.columns:read_feather",
     ".epub": "epub:read_epub",
-    ".eml": "mail:read_eml",
-    ".ics": "events:read_ics",
+    ".eml": "mails.mail:read_eml",
+    ".ics": "mails.events:read_ics",
     ".ipynb": "notebook:read_ipynb",
-    ".odt": "odf:read_odt",
-    ".ott": "odf:read_odt",
-    ".odp": "odf:read_odp",
-    ".otp": "odf:read_odp",
-    ".rtf": "rtf:read_rtf",
-    ".org": "org:read_org",
-    ".tex": "tex:read_tex",
-    ".adoc": "adoc:read_adoc",
-    ".asciidoc": "adoc:read_adoc",
+    ".odt": "office.odf:read_odt",
+    ".ott": "office.odf:read_odt",
+    ".odp": "office.odf:read_odp",
+    ".otp": "office.odf:read_odp",
+    ".rtf": "office.rtf:read_rtf",
+    ".org": "markup.org:read_org",
+    ".tex": "markup.tex:read_tex",
+    ".adoc": "markup.adoc:read_adoc",
+    ".asciidoc": "markup.adoc:read_adoc",
     ".vtt": "captions:read_captions",
     ".srt": "captions:read_captions",
     ".log": "text:read_code",
@@ -127,7 +127,7 @@ def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
     name = _READERS.get(suffix.lower()) if suffix else "text:read_unnamed"
     if name is None:
         return None
-    options = {"text_field": text_field} if name.startswith(("jsonl:", "columns:")) else {}
+    options = {"text_field": text_field} if name.startswith(("jsonl:", "sheets.columns:")) else {}
 
     def read(data: bytes, title: str) -> Parts:
         try:

@@ -11,8 +11,8 @@ from xml.etree import ElementTree as ET
 
 from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
-from blend_retrieval.readers.html import read_xhtml
-from blend_retrieval.readers.html_pictures import PICTURE
+from blend_retrieval.readers.html.html import read_xhtml
+from blend_retrieval.readers.html.pictures import PICTURE
 from blend_retrieval.readers.zipped import opened_zip
 
 _CONTAINER = "META-INF/container.xml"

@@ -10,7 +10,7 @@ from typing import Any
 from blend_retrieval.decoding import decode
 from blend_retrieval.headings import markdown_headings
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError, notes
-from blend_retrieval.readers.html import html_to_markdown
+from blend_retrieval.readers.html.html import html_to_markdown
 
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-B]")
 _OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
