@@ -104,6 +104,27 @@ def write_once(path: Path, content: bytes, mode: int) -> None:
             part.replace(path)
 
 
+_JOURNALS = ("-journal", "-wal", "-shm")  # that SQLite keeps next to a file
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file or folder, with SQLite's journals next to it, so that a new one can take its place.
+
+    `uploads.sqlite` becomes `uploads.sqlite.damaged-2026-11-29-134502`, or that with a number if there is one. Nothing is
+    deleted. Raises OSError where it cannot be renamed, FileNotFoundError if there is no such file.
+    """
+    os.lstat(path)
+    stamp = time.strftime("%Y-%m-%d-%H%M%S")
+    names = (f"{path.name}.damaged-{stamp}{end}" for end in ("", *(f"-{number}" for number in range(2, 10_000))))
+    target = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
+    # First: SQLite would take what a journal holds into the file that comes next.
+    for ending in _JOURNALS:
+        with suppress(FileNotFoundError):
+            path.with_name(path.name + ending).rename(target.with_name(target.name + ending))
+    path.rename(target)
+    return target
+
+
 def check_creatable(folder: Path) -> None:
     """Raise OSError if `write_atomically` cannot create a file in `folder`."""
     with _part(folder) as part, _created(part, 0o600):
