@@ -64,9 +64,9 @@ def keep_value(path: Path, name: str, value: object) -> None:
         write_atomically(path, [json.dumps(document, indent=1).encode()], mode=None, durable=False)
 
 
-def _temporary_name() -> str:
-    """A new name that identifies the writing machine and process."""
-    return f".{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
+def temporary_path(folder: Path) -> Path:
+    """A new name in a folder that identifies the writing machine and process, so that `sweep` removes what they leave."""
+    return folder / f".{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:12]}.tmp"
 
 
 def write_atomically(
@@ -134,7 +134,7 @@ def check_creatable(folder: Path) -> None:
 @contextmanager
 def _part(folder: Path) -> Iterator[Path]:
     """A name for a temporary file, which is removed at the end unless it was moved."""
-    part = folder / _temporary_name()
+    part = temporary_path(folder)
     try:
         yield part
     finally:

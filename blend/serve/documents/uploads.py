@@ -25,6 +25,7 @@ _LONGEST_ID = 200  # characters
 _RETRY_S = 10.0
 _DRIVE = re.compile(r"[A-Za-z]:")
 
+UploadKind = Literal["file", "text", "delete"]
 DocumentState = Literal["queued", "reading", "indexing", "computing", "ready", "failed"]
 
 
@@ -65,7 +66,7 @@ class Upload(NamedTuple):
     reason: why it failed, or what was left out.
     """
 
-    kind: Literal["file", "text", "delete"]
+    kind: UploadKind
     id: str
     title: str = ""
     data: bytes = b""
