@@ -99,6 +99,7 @@ def renew(path: Path, damage: Callable[[], str], create: Callable[[], object]) -
     with FileLock(path.with_name(f".{path.name}.lock"), mode=0o600):
         if not (why := damage()):
             return None
+        path.touch()  # it may be lost
         aside = set_aside(path)
         create()
     return aside, why

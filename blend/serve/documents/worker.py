@@ -12,13 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from blend.corpus import DividedDocuments
 from blend.errors import ConfigError, StoreError, StoreNotWritableError, first_line
-from blend.files import make_private_folder
+from blend.files import make_private_folder, set_aside
 from blend.serve.documents.caches import CorpusCaches, CorpusUpdater
-from blend.serve.documents.queue import GivenUpError, QueuedUpload, SupersededError, UploadQueue
+from blend.serve.documents.queue import GivenUpError, SupersededError, UploadQueue
+from blend.serve.documents.upload_list import QueuedUpload
 from blend.serve.documents.uploads import DocumentLimits, Upload
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.turns import Turns
@@ -159,6 +161,8 @@ class CorpusWorker:
         while not self._closed:
             try:
                 make_private_folder(self._queue.folder)
+                if Path(lock.lock_file).is_dir():
+                    set_aside(Path(lock.lock_file))
                 lock.acquire()
                 self._queue.sweep()
                 self._owner = self._look = True
@@ -183,11 +187,17 @@ class CorpusWorker:
                 self.changed.notify_all()
                 self.changed.wait(LOOK_S)
                 if time.monotonic() > until:
+                    self._sweep()
                     self.caches.retry()
                     self._look = bool(self.problem)
                     until = time.monotonic() + RETRY_S
             self._working = True
         return not self._closed
+
+    def _sweep(self) -> None:
+        """Look for what damage and killed servers left; the next look comes if that cannot be done now."""
+        with suppress(StoreError):
+            self._queue.sweep()
 
     def _waits(self) -> bool:
         """Whether uploads wait; False while that cannot be read."""
