@@ -20,6 +20,8 @@ class RequestLimits:
     """How large and how slow one HTTP request may be, and its defaults.
 
     Attributes:
+        head_s, first_s: seconds in which a request's head must arrive, and then the first bytes of its body.
+        unread_s: seconds after which an answer is given up that its client does not read.
         body_bytes, body_s: most bytes of a question's body, and seconds in which it must arrive.
         upload_bytes, upload_s: the same for a request that adds documents.
         all_bytes: most bytes of all bodies in memory.
@@ -31,6 +33,9 @@ class RequestLimits:
 
     """
 
+    head_s: float = 10.0
+    first_s: float = 10.0
+    unread_s: float = 60.0
     body_bytes: int = 16 << 20
     body_s: float = 60.0
     upload_bytes: int = 64 << 20

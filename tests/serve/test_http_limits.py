@@ -48,14 +48,20 @@ def test_the_oldest_idle_connection_makes_room_for_a_new_one(four_connections: S
         assert connections[-1].recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_connection_is_refused_if_all_others_have_requests(four_connections: Served) -> None:
+def test_bodies_that_do_not_come_keep_nobody_out(four_connections: Served) -> None:
     with ExitStack() as stack:
-        for _ in range(4):
-            stack.enter_context(four_connections.sent(b"{", length=1000))
+        waiting = [stack.enter_context(four_connections.sent(b"{", length=1000)) for _ in range(4)]
         until(lambda: len(four_connections.server.server_state.tasks) == 4)
-        assert four_connections.send("GET", "/health").status_code == 503
-    until(lambda: not four_connections.server.server_state.connections)
-    assert four_connections.send("GET", "/health").status_code == 200
+        assert four_connections.send("GET", "/health").status_code == 200
+        assert four_connections.ask().status_code == 200
+        ended = HTTPResponse(waiting[0])
+        ended.begin()
+        assert (ended.status, ended.headers["connection"], ended.headers["retry-after"]) == (503, "close", "5")
+        assert json.loads(ended.read())["error"]["code"] == "unavailable"
+        for connection in waiting[1:]:
+            connection.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                connection.recv(1)
 
 
 def test_as_many_descriptors_as_the_system_allows() -> None:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.staticfiles import StaticFiles
 
 from blend.serve.http import completions, documents, embeddings, messages, responses
-from blend.serve.http.errors import Json, json_response, refuse
+from blend.serve.http.errors import Json, failure_of, json_response, refuse
 from blend.serve.http.keys import ApiKeys
 from blend.serve.http.request_log import RequestLog
 from blend.serve.http.state import AppState, admitted, require_operator, state_of
@@ -63,7 +63,7 @@ def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metr
             Route("/page/{name}", _page),
         ],
         middleware=[*_cors(limits.origins), Middleware(RequestLog, metrics=metrics)],
-        exception_handlers={HTTPException: _no_route},
+        exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     app.state.shared = AppState(service, keys, limits, metrics)
     return app
@@ -92,6 +92,11 @@ async def _no_route(request: Request, error: Exception) -> Response:
         response.headers["allow"] = allowed
         return response
     raise refuse("there is nothing here; see /v1/models", None, "not_found", error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answer what a middleware could not."""
+    return failure_of(error).response(request.url.path)
 
 
 async def _health(request: Request) -> Response:

@@ -15,12 +15,12 @@ from blend.text import json_text
 from blend_retrieval.errors import IndexMissingError, RetrievalError
 
 Json = dict[str, Any]
-_CLOSING = "shutting_down"
 _GONE = 499  # nginx's status for a client that left; only the log shows it
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -47,6 +47,12 @@ class ApiError(Exception):
         self.param = param
         self.kind = kind
         self.retry_s = retry_s
+        self.closes = False
+
+    def and_close(self) -> ApiError:
+        """The same error; its response closes the connection."""
+        self.closes = True
+        return self
 
     @property
     def document(self) -> Json:
@@ -64,7 +70,7 @@ class ApiError(Exception):
         headers = {} if self.retry_s is None else {"retry-after": str(max(1, math.ceil(self.retry_s)))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        if self.code == _CLOSING:
+        if self.closes:
             headers["connection"] = "close"
         document = self.anthropic_document if path.startswith("/v1/messages") else self.document
         return json_response(document, self.status, headers)
@@ -97,7 +103,7 @@ def unavailable(message: str, code: str = "unavailable", retry_s: float | None =
 
 def closing() -> ApiError:
     """The server is shutting down: it accepts no request and keeps no connection."""
-    return unavailable("the server is shutting down", _CLOSING)
+    return unavailable("the server is shutting down", "shutting_down").and_close()
 
 
 def ended_early(reason: EndReason) -> ApiError:

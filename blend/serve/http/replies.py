@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from blend.serve.events import Check, Event, Output, Started, Token, TopToken
 from blend.serve.http.bodies import CommonBody
-from blend.serve.http.errors import ApiError, Json, json_response
+from blend.serve.http.errors import ApiError, Json, closing, json_response
 from blend.serve.http.state import state_of
 from blend.serve.http.submission import EventChannel, failure_in, is_last, submit
 from blend.serve.http.tracing import entry_of
@@ -58,17 +59,22 @@ class EventStream(StreamingResponse):
         self._keep_alive_s = state_of(request).limits.keep_alive_s
         self._channel = channel
         self._reply = reply
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the answer ends or the client leaves."""
+        """Send until the answer ends, the client leaves, or the server has no more time to shut down."""
         try:
             await self.stream_response(send)
+        except CancelledError:
+            if not self._begun:
+                raise
+            await send({"type": "http.response.body", "body": self._failed(closing()) + self._reply.end})
         finally:
             self._channel.close()
 
     async def _parts(self, event: Event | None) -> AsyncIterator[bytes]:
         reply = self._reply
-        going = True
+        going = self._begun = True
         while going:
             if event is None:
                 yield _KEEP_ALIVE
@@ -77,14 +83,18 @@ class EventStream(StreamingResponse):
                 if not going:
                     self._channel.close()  # now, so that its spans are there when the client has the last byte
                 if failure := failure_in(event):
-                    self._entry.failed(failure.status, failure.code)
-                    yield reply.encoded(reply.failed(failure))
+                    yield self._failed(failure)
                 else:
                     for chunk in reply.chunks(event):
                         yield reply.encoded(chunk)
             if going:
                 event = await self._channel.next(self._keep_alive_s)
         yield reply.end
+
+    def _failed(self, failure: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        self._entry.failed(failure.status, failure.code)
+        return self._reply.encoded(self._reply.failed(failure))
 
 
 class Reply(ABC):

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import time
+from asyncio import CancelledError
 from collections.abc import Callable
 from traceback import clear_frames
 from typing import Any
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.serve.failures import LOG, log_error
-from blend.serve.http.errors import ApiError, failure_of
+from blend.serve.http.errors import ApiError, closing, failure_of
 from blend.serve.http.tracing import LogEntry
 from blend.serve.metrics import Metrics
 
@@ -31,7 +32,7 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class RequestLog:
-    """Middleware: gives each request an id, logs and counts it, and answers uncaught exceptions."""
+    """Middleware: gives each request an id, logs and counts it, and answers uncaught exceptions and the server's end."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -51,8 +52,8 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception as error:
-            failure = failure_of(error)
+        except (Exception, CancelledError) as error:
+            failure = failure_of(error) if isinstance(error, Exception) else closing()
             entry.failed(failure.status, failure.code)
             if failure.status >= 500 and not isinstance(error, ApiError):
                 log_error(error, entry.id)

@@ -17,7 +17,6 @@ from blend.serve.http.connections import ACCEPTED_AT_ONCE, HttpConnection
 from blend.serve.http.state import AppState
 
 _BACKLOG = 512
-_LONGEST_HEAD = 1 << 16  # bytes of a request line and its headers
 _LAST_WORDS_S = 5.0  # for streams to send their last event
 _POLL_S = 0.05
 
@@ -62,7 +61,6 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=HttpConnection,
-                h11_max_incomplete_event_size=_LONGEST_HEAD,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -41,6 +41,7 @@ class AppState:
     Attributes:
         service: None while it is loading.
         closing: no more requests are accepted.
+        resting: connections that rest because they keep the event loop busy.
         questions, forms, embeddings, documents: turns of clients that have questions prepared, the forms of their answers
             compiled, texts embedded, and documents accepted, listed and deleted.
 
@@ -51,6 +52,7 @@ class AppState:
     limits: RequestLimits
     metrics: Metrics
     closing: bool = False
+    resting: int = 0
     tracing: Tracing | None = None
     questions: Turns = field(default_factory=lambda: Turns(_QUESTIONS, _SHARE, _MOST_QUESTIONS))
     forms: Turns = field(default_factory=lambda: Turns(_FORMS, 1, _MOST_FORMS))
@@ -58,7 +60,7 @@ class AppState:
     documents: Turns = field(default_factory=lambda: Turns(_DOCUMENTS, _DOCUMENTS // 4, _MOST_DOCUMENTS))
 
     def __post_init__(self) -> None:
-        self.bodies = BodyBudget(self.limits)
+        self.bodies = BodyBudget(self.limits, client_of)
 
     def require_service(self) -> Service:
         """The service. Raises `ApiError` while it is loading, closing or failed."""
@@ -73,6 +75,7 @@ class AppState:
     def close(self) -> None:
         """Accept nothing more, and end what has not reached the engine."""
         self.closing = True
+        self.bodies.close()
         for turns in (self.questions, self.forms, self.embeddings, self.documents):
             turns.close(closing)
 
