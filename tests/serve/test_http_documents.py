@@ -1,5 +1,6 @@
 """Documents that come over HTTP while questions are answered."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -168,6 +169,22 @@ def test_deletes_that_wait_hold_up_nobody(mine: Served, monkeypatch: pytest.Monk
             assert not any(one.done() for one in deleted), "they wait for the index, in case it cannot be written"
         assert all(one.result().json()["deleted"] for one in deleted)
     assert not names & prepared(mine).keys()
+
+
+def test_a_deletion_is_answered_at_once_and_holds_from_then_on(mine: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    post(mine, MILL)
+    prepared(mine)
+    assert "The mill" in titles(mine)
+    with held_back(monkeypatch):  # the index is busy
+        begin = time.monotonic()
+        assert mine.send("DELETE", f"{DOCUMENTS}/mill").json()["deleted"]
+        assert time.monotonic() - begin < 2
+        assert mine.state.service.documents("").leaving == {"mill"}
+        assert "The mill" not in titles(mine)
+        assert mine.ask(documents=[{"id": "mill"}]).status_code == 400
+        assert mine.send("GET", f"{DOCUMENTS}/mill").status_code == 404
+    prepared(mine)
+    assert "The mill" not in titles(mine)
 
 
 def test_documents_are_their_tenants_own(locked: Served) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MOST_FILES = 100
 _LOOK_S = 0.05
-REMOVED_S = 10.0  # how long DELETE waits until the document is out of the index
+REMOVED_S = 0.5  # how long DELETE waits until the document is out of the index; no answer uses it from the start
 _FORM_FIELDS = ("file", "corpus", "text_field")
 
 T = TypeVar("T")
