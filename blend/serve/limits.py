@@ -20,7 +20,8 @@ class RequestLimits:
     """How large and how slow one HTTP request may be, and its defaults.
 
     Attributes:
-        head_s, first_s: seconds in which a request's head must arrive, and then the first bytes of its body.
+        head_s, first_s: seconds in which a request's head must arrive, and then the first bytes of its body. What a client
+            still sends behind its answer must arrive in head_s, too.
         unread_s: seconds after which an answer is given up that its client does not read.
         body_bytes, body_s: most bytes of a question's body, and seconds in which it must arrive.
         upload_bytes, upload_s: the same for a request that adds documents.

@@ -25,7 +25,6 @@ ACCEPTED_AT_ONCE = 4
 _MOST_DESCRIPTORS = 16_384
 _RESERVE = 8  # one of so many connections is left to health checks
 _MONITORING = frozenset({"/health", "/ready", "/metrics"})
-_LINGER_S = 5.0  # for the rest of a body behind the answer
 _UNREAD_S = 1.0  # of an answer that is not read, before it makes room
 _FOLLOW_S = 0.005  # a request that comes so soon behind an answer is one of a series
 _MOST_IN_SERIES = 64  # before the connection rests after each
@@ -172,7 +171,7 @@ class HttpConnection(H11Protocol):
         if self.transport.is_closing():
             return
         if self._reader.in_body:
-            self._set_deadline(_LINGER_S, self._close)
+            self._set_deadline(self.state.limits.head_s, self._close)
         elif not self._reader.is_idle:
             self._cancel_keep_alive()
             self._set_deadline(self.state.limits.head_s, self._end_late_head)
@@ -242,7 +241,7 @@ class HttpConnection(H11Protocol):
             self.state.metrics.refused(error.code)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._write(error.response(self._path))
-            self._set_deadline(_LINGER_S, self.transport.abort)
+            self._set_deadline(self.state.limits.head_s, self.transport.abort)
             with suppress(OSError):  # the client has gone
                 self.transport.write_eof()
         else:
