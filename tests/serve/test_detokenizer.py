@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from blend.serve.events import Output, Token, TopToken
 from blend.serve.http.bodies import CompletionBody
 from blend.serve.http.completions import TextReply
-from blend.serve.outputs.detokenizer import Detokenizer, StopSearch
+from blend.serve.outputs.detokenizer import Detokenizer, StopSearch, StopText
 from tests.tiny_model import byte_level
 
 TEXTS = (
@@ -93,7 +93,7 @@ def test_ids_that_no_token_has_add_nothing(tokenizer: Any) -> None:
 
 
 def searched(stops: list[str], pieces: list[str]) -> tuple[list[str], str]:
-    search = StopSearch(stops)
+    search = StopSearch(list(map(StopText, stops)))
     sent = [search.add(piece) for piece in pieces]
     return [*sent, search.finish()], search.found
 
@@ -123,7 +123,7 @@ def test_no_more_is_held_back_than_may_begin_a_stop_text() -> None:
 
 def test_long_stop_texts_take_little_time() -> None:
     """Also where every piece may begin one; the engine's thread searches."""
-    search = StopSearch(["a" * 250 + "b" + "a" * 250 + end for end in "abcdefghijklmnop"])
+    search = StopSearch([StopText("a" * 250 + "b" + "a" * 250 + end) for end in "abcdefghijklmnop"])
     begin = time.process_time()
     for _ in range(300):
         search.add("aaaa")

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 _LAST_TOKENS = 16  # of a prompt: they hold a marker and the blanks behind it, even if the marker is several tokens
 _BLANKS = " \t\r\n"
+# Where an answer is: at its start, in its thoughts, behind them, in its text.
+_START, _THOUGHTS, _BEHIND, _TEXT = range(4)
 
 
 class ThoughtMarkers(NamedTuple):
@@ -53,37 +55,76 @@ class ThoughtParser:
     """Divides one answer into thoughts and the text behind them.
 
     Only thoughts at the start of the answer count: whatever follows other text is text. Blanks around thoughts are dropped.
+    A step takes as long as its own text, however long the answer is.
     thinking: None takes everything as text. inside: the answer has begun with thoughts, and no text has come behind them.
     """
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
-        self._answer = ""
-        self._thoughts = self._text = ""  # given out
+        self._part = _TEXT if thinking is None else _START
+        self._blanks = list[str]()  # in front of what follows; given out with it, or dropped
+        self._held = ""  # may be the beginning of a marker
+        self._thought = False
         self.inside = False
 
     def add(self, text: str, *, final: bool = False) -> tuple[str, str]:
         """The thoughts and the text that this makes certain. final: nothing follows."""
-        if self._thinking is None:
-            return "", text
-        self._answer += text
-        thoughts, words = self._divided(self._thinking, final=final)
-        certain = (thoughts[len(self._thoughts) :], words[len(self._text) :])
-        self._thoughts = thoughts
-        self._text = words
-        return certain
+        thoughts = ""
+        if self._part == _START:
+            text = self._start(text, final=final)
+        if self._part == _THOUGHTS:
+            thoughts, text = self._think(text, final=final)
+        if self._part == _BEHIND:
+            text = text.lstrip(_BLANKS)
+            if text:
+                self._part = _TEXT
+                self.inside = False
+        return thoughts, text
 
-    def _divided(self, thinking: Thinking, *, final: bool) -> tuple[str, str]:
-        """What is certain of the whole answer."""
-        begin, end = thinking.markers
-        answer = self._answer.lstrip(_BLANKS)
-        if not final and begin.startswith(answer) and answer != begin:
-            return "", ""
-        if not (thinking.opened or answer.startswith(begin)):
-            return "", self._answer
-        thoughts, marker, behind = answer.removeprefix(begin).partition(end)  # some models repeat the prompt's marker
-        if not (marker or final):
-            thoughts = thoughts[: len(thoughts) - begun(end, thoughts)]
-        words = behind.lstrip(_BLANKS)
-        self.inside = not words
-        return thoughts.strip(_BLANKS), words
+    def _start(self, text: str, *, final: bool) -> str:
+        """Decide whether the answer begins with thoughts. Returns what follows `begin`, or the text so far."""
+        assert self._thinking is not None
+        begin = self._thinking.markers.begin
+        if not self._held:
+            words = text.lstrip(_BLANKS)
+            self._blanks.append(text[: len(text) - len(words)])
+            text = words
+        text = self._held + text
+        if not final and len(text) < len(begin) and begin.startswith(text):
+            self._held = text
+            return ""
+        self._held = ""
+        if self._thinking.opened or text.startswith(begin):
+            self._blanks = []
+            self._part = _THOUGHTS
+            self.inside = True
+            return text.removeprefix(begin)  # some models repeat the prompt's marker
+        self._part = _TEXT
+        return self._with_blanks(text)
+
+    def _think(self, text: str, *, final: bool) -> tuple[str, str]:
+        """The thoughts that this makes certain, and the text behind `end`."""
+        assert self._thinking is not None
+        end = self._thinking.markers.end
+        thoughts, marker, behind = (self._held + text).partition(end)
+        if marker:
+            self._part = _BEHIND
+        undecided = 0 if marker or final else begun(end, thoughts)
+        certain = len(thoughts) - undecided
+        self._held = thoughts[certain:]
+        thoughts = thoughts[:certain]
+        if not self._thought:
+            thoughts = thoughts.lstrip(_BLANKS)
+        words = thoughts.rstrip(_BLANKS)
+        blanks = thoughts[len(words) :]
+        if words:
+            self._thought = True
+            words = self._with_blanks(words)
+        if blanks:
+            self._blanks.append(blanks)
+        return words, behind
+
+    def _with_blanks(self, words: str) -> str:
+        text = "".join((*self._blanks, words))
+        self._blanks = []
+        return text

@@ -18,10 +18,15 @@ _ID = 9  # letters: the templates of Mistral's models take ids of exactly this l
 _CLOSES = re.compile(r"[}\]`]")
 # The start of an answer that is a call without markers, perhaps in a fence of Markdown; and the beginnings of such a start.
 _BARE = re.compile(r'([\s;]*)(`{1,2}$|```(j|js|jso)$|(```(json)?\s*)?(\[\s*)?(\{\s*("|$)|$))')
+_BARE_CALL = re.compile(r'[\s;]*(?:```(?:json)?\s*)?(?:\[\s*)?\{\s*"')  # the same, once it is decided
 # How a mask lets a call begin, up to its arguments (`blend.serve.forms.grammar`).
 _HEAD = re.compile(r'[\s\[,]*\{"name": ("[^"]*"), "(?:arguments|parameters)": ')
 _FENCE = re.compile(r"```(json)?")
 _ARGUMENTS = ("arguments", "parameters")
+_STRUCTURE = re.compile(r'[{}\[\]"]')
+_IN_STRING = re.compile(r'[\\"]')
+_SHORT = 1024  # characters that are read again whenever a bracket closes
+_LONGEST_START = 1024  # characters, blanks in it included, in which the start of a bare call must be decided
 _UNDECIDED = 6  # characters at the end of a text: an error of JSON in them may vanish with more text
 _JSON = json.JSONDecoder(strict=False)  # models write line breaks into strings
 FUNCTION_NAME = re.compile(r"^[A-Za-z0-9_.-]{1,128}$")
@@ -64,11 +69,39 @@ def format_of(template: object) -> CallFormat:
     return next((form for form in (HERMES, MISTRAL, LLAMA) if form.begin in text), GENERIC)
 
 
+class BracketDepth:
+    """Follows the brackets of a text that is JSON, outside of its strings. closed: all of them have closed."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether no bracket and no string is open."""
+        return self._depth <= 0 and not self._in_string
+
+    def add(self, text: str) -> None:
+        """Follow the next characters."""
+        place = 1 if self._escaped and text else 0
+        self._escaped = self._escaped and not text
+        while match := (_IN_STRING if self._in_string else _STRUCTURE).search(text, place):
+            place = match.end()
+            if match[0] == '"':
+                self._in_string = not self._in_string
+            elif match[0] == "\\":
+                self._escaped = place == len(text)
+                place += 1
+            else:
+                self._depth += 1 if match[0] in "{[" else -1
+
+
 class CallParser:
     """Divides one answer into text and calls. ended: the answer is complete, because only one call was wanted.
 
     An answer may also begin with a bare call of a known function: models write them in every family. Text that may belong to a
-    call is held back; text that turns out not to be one is given out as it is. Blanks around calls are dropped.
+    call is held back; text that turns out not to be one is given out as it is. Blanks around calls are dropped. A long call
+    is read when its brackets have closed, or when it has doubled since: its length never makes a step slow.
 
     Args:
         form: in which the model writes calls.
@@ -84,25 +117,69 @@ class CallParser:
         self._names = frozenset(names)
         self._parallel = parallel
         self._required = required
-        self._held = self._blanks = ""  # not given out yet
+        self._held = ""  # not given out yet
+        self._blanks = list[str]()  # in front of it
+        self._further = list[str]()  # behind it: of a call that has begun
+        self._length = 0  # of both
+        self._brackets = BracketDepth()  # of the call
+        self._again = 0  # the length at which a call with open brackets is read again
+        self._in_call = False
         self._spoke = self._called = False
         self.ended = False
 
     def add(self, text: str) -> list[str | ToolCall]:
         """The text and the calls that this makes certain, in order."""
-        self._held += text
+        self._further.append(text)
+        self._length += len(text)
+        if self._in_call:
+            self._brackets.add(text)
+            if not self._may_end(text):
+                return []
+        waits = self._in_call
+        self._join()
+        if not waits and self._begin() == 0 and not self._closes(text):
+            self._follow()
+            return []
+        pieces = list(self._pieces(final=False))
+        self._follow()
+        return pieces
+
+    def _closes(self, text: str) -> bool:
+        """Whether a call may end in this text."""
         end = self._form.end
-        closes = _CLOSES.search(text) or (end and end[-1] in text)
-        waits = self._begin() == 0 and not closes
-        return [] if waits else list(self._pieces(final=False))
+        return bool(_CLOSES.search(text)) or (bool(end) and end[-1] in text)
+
+    def _may_end(self, text: str) -> bool:
+        """Whether the call that has begun may end in this text, or may turn out to be none."""
+        due = self._length < _SHORT or self._brackets.closed or self._length >= self._again
+        return due and self._closes(text)
+
+    def _join(self) -> None:
+        """Hold all text in one piece."""
+        self._held = "".join((self._held, *self._further))
+        self._further = []
+
+    def _follow(self) -> None:
+        """Note whether the held text begins with a call, whatever follows; its brackets are then followed."""
+        begins = self._in_call and len(self._held) == self._length
+        self._length = len(self._held)
+        self._again = 2 * self._length
+        if begins:
+            return
+        marked = bool(self._form.begin) and self._held.startswith(self._form.begin)
+        self._in_call = marked or (not self._spoke and bool(_BARE_CALL.match(self._held)))
+        if self._in_call:
+            self._brackets = BracketDepth()
+            self._brackets.add(self._held.removeprefix(self._form.begin))
 
     def finish(self) -> list[str | ToolCall]:
         """What was held back, when nothing follows."""
+        self._join()
         if self._required:
             return [] if self.ended else list(self._cut_short())
         pieces = list(self._pieces(final=True))
         if self._blanks and not self._called:
-            pieces.append(self._blanks)
+            pieces.append("".join(self._blanks))
         return pieces
 
     def _pieces(self, *, final: bool) -> Iterator[str | ToolCall]:
@@ -126,23 +203,30 @@ class CallParser:
         """Where a call may begin in the held text."""
         marked = self._held.find(self._form.begin) if self._form.begin else -1
         if not self._spoke and (bare := _BARE.match(self._held)) and bare[2]:
-            return bare.end(1)
+            is_decided = bare.end() < len(self._held)
+            if is_decided or len(self._held) <= _LONGEST_START:
+                return bare.end(1)
         return marked if marked >= 0 else None
 
     def _say(self, length: int) -> Iterator[str]:
         """Give out so much of the held text, except blanks at its end: a call may follow them."""
-        text = self._blanks + self._held[:length]
+        text = self._held[:length]
         self._held = self._held[length:]
         if self._called and not self._spoke:
             text = text.lstrip(" \t\r\n;")
-        spoken = text.rstrip(" \t\r\n")
-        self._blanks = text[len(spoken) :]
-        if spoken:
+        words = text.rstrip(" \t\r\n")
+        blanks = text[len(words) :]
+        spoken = "".join((*self._blanks, words)) if words else ""
+        if words:
+            self._blanks = []
+        if blanks:
+            self._blanks.append(blanks)
+        if words:
             self._spoke = True
             yield spoken
 
     def _call(self, calls: list[ToolCall]) -> Iterator[ToolCall]:
-        self._blanks = ""
+        self._blanks = []
         self._called = True
         self.ended = not self._parallel
         yield from calls if self._parallel else calls[:1]

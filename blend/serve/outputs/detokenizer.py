@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 from blend.serve.events import Token
-from blend.serve.forms.thoughts import begun
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # how a tokenizer decodes bytes that are not a character yet
 _LONGEST_WAIT = 8  # tokens: no character has more than four bytes
@@ -94,14 +93,80 @@ class Detokenizer:
         return "".join(str(decode(list(run), skip_special_tokens=not shown)) for shown, run in runs)
 
 
+class StopText:
+    """A stop text, with what a search needs to go on after a mismatch (Knuth, Morris and Pratt, 1977).
+
+    Attributes:
+        text: the stop text, not empty.
+        shorter: for each length of a match that the next character breaks, the length of the next shorter one that
+            may go on; -1: none may.
+
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.shorter = [-1]
+        border = 0  # the longest beginning of `text[:place]` at whose end it stands again
+        for place in range(1, len(text)):
+            goes_on = text[place] == text[border]
+            self.shorter.append(self.shorter[border] if goes_on else border)
+            while border >= 0 and text[place] != text[border]:
+                border = self.shorter[border]
+            border += 1
+
+
+class PartialMatch:
+    """How much of one stop text stands at the end of an answer. Its work grows with the new text alone."""
+
+    def __init__(self, stop: StopText) -> None:
+        self.stop = stop.text
+        self.length = 0  # of the match
+        self._shorter = stop.shorter
+
+    def add(self, text: str) -> int | None:
+        """Follow the answer's next characters; how many of them complete the stop text, or None if it is not complete."""
+        stop = self.stop
+        length = self.length
+        place = 0
+        while place < len(text):
+            if not length:
+                place = text.find(stop[0], place)
+                if place < 0:
+                    break
+            if stop[length] == text[place]:
+                step = _common(stop, length, text, place)
+                length += step
+                place += step
+                if length == len(stop):
+                    return place
+            else:
+                length = self._shorter[length]
+                if length < 0:
+                    length = 0
+                    place += 1
+        self.length = length
+        return None
+
+
+def _common(stop: str, length: int, text: str, place: int) -> int:
+    """How many characters are equal from these places on; at least one is."""
+    most = min(len(stop) - length, len(text) - place)
+    if stop.startswith(text[place : place + most], length):  # a comparison in C
+        return most
+    step = 1
+    while stop[length + step] == text[place + step]:
+        step += 1
+    return step
+
+
 class StopSearch:
     """Ends an answer in front of the stop text that is complete first. found: that text, once it has come.
 
     Text that may be the beginning of one is held back until it is decided.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+    def __init__(self, stops: Sequence[StopText]) -> None:
+        self._matches = list(map(PartialMatch, stops))
         self._held = ""
         self.found = ""
 
@@ -110,13 +175,14 @@ class StopSearch:
         if self.found:
             return ""
         whole = self._held + text
-        ends = [(whole.find(stop) + len(stop), -len(stop)) for stop in self._stops if stop in whole]
+        ends = [(end, -len(match.stop)) for match in self._matches if (end := match.add(text)) is not None]
         if ends:
             end, length = min(ends)
+            end += len(self._held)
             self._held = ""
             self.found = whole[end + length : end]
             return whole[: end + length]
-        certain = len(whole) - max((begun(stop, whole) for stop in self._stops), default=0)
+        certain = len(whole) - max((match.length for match in self._matches), default=0)
         self._held = whole[certain:]
         return whole[:certain]
 

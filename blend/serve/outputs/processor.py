@@ -23,7 +23,7 @@ from blend.serve.events import (
 from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.forms.thoughts import ThoughtParser
 from blend.serve.forms.tool_calls import CallFormat, CallParser
-from blend.serve.outputs.detokenizer import Detokenizer, StopSearch
+from blend.serve.outputs.detokenizer import Detokenizer, StopSearch, StopText
 from blend.serve.prompt import Prompt
 from blend.serve.reasons import EDITED, NEW, TOO_SHORT, ComputedPart, PartsTokens, tokens_by_reason, with_edited
 from blend.serve.request import ToolCall
@@ -60,7 +60,9 @@ class OutputProcessor:
         self._send = send
         self._profile = profile
         self._watch = watch
-        self._going = {index: AnswerText(tokenizer, prompt, form, index, send) for index in range(prompt.sampling.n)}
+        stops = [StopText(text) for text in dict.fromkeys(prompt.request.stop)]
+        answers = range(prompt.sampling.n)
+        self._going = {index: AnswerText(tokenizer, prompt, form, index, send, stops) for index in answers}
 
     def on_event(self, event: Event) -> None:
         """Take an event of the engine."""
@@ -136,9 +138,14 @@ def _word(reason: str, parts: Sequence[PartsTokens]) -> str:
 
 
 class AnswerText:
-    """Adds text to the tokens of one answer, and reads thoughts and calls of functions. index: among the prompt's answers."""
+    """Adds text to the tokens of one answer, and reads thoughts and calls of functions.
 
-    def __init__(self, tokenizer: Any, prompt: Prompt, form: CallFormat, index: int, send: OnEvent) -> None:
+    index: among the prompt's answers. stops: texts that end it.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt: Prompt, form: CallFormat, index: int, send: OnEvent, stops: Sequence[StopText]
+    ) -> None:
         tools = prompt.request.tools
         self._prompt = prompt
         self._index = index
@@ -146,7 +153,7 @@ class AnswerText:
         shown = [*(form.markers if tools is not None else ()), *(prompt.thinking.markers if prompt.thinking else ())]
         self._detokenizer = Detokenizer(tokenizer, shown)
         self._thoughts = ThoughtParser(prompt.thinking)
-        self._stop = StopSearch(prompt.request.stop)
+        self._stop = StopSearch(stops)
         self._calls: CallParser | None = None
         if tools is not None:
             names = [function.name for function in tools.functions]
