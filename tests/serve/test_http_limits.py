@@ -98,15 +98,23 @@ def url(model: Path, tmp_path: Path) -> Iterator[str]:
         process.terminate()
 
 
-def test_silent_connections_keep_nobody_out(url: str, tmp_path: Path) -> None:
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+ATTACKS = [b"", HEAD + b"A: b", HEAD + b"Content-Length: 100\r\n\r\n", HEAD + b"Content-Length: 100\r\n\r\n{"]
+
+
+def test_silent_connections_and_requests_that_do_not_end_keep_nobody_out(url: str, tmp_path: Path) -> None:
     host, port = url.removeprefix("http://").split(":")
     question = {"messages": USER, "max_tokens": 1}
-    with ExitStack() as stack:
-        for _ in range(200):
-            stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
-        for _ in range(20):
-            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-        assert httpx.post(f"{url}{CHAT}", json=question, timeout=60).status_code == 200
+    for attack in ATTACKS:
+        with ExitStack() as stack:
+            for _ in range(100):
+                connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+                connection.sendall(attack)
+            begun = time.monotonic()
+            for _ in range(10):
+                assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            assert time.monotonic() - begun < 5, "each would wait for its own place"
+            assert httpx.post(f"{url}{CHAT}", json=question, timeout=60).status_code == 200
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
     [warning] = [line["event"] for line in lines if line["event"] != "request"]
     assert warning == "kvblend.connections: more connections than open files allow: idle ones are closed"

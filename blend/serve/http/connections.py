@@ -142,8 +142,9 @@ class HttpConnection(H11Protocol):
 
     def _pass_on_body(self) -> bool:
         begun = time.perf_counter()
-        self._pass_on(self._reader.body_part())
-        if self._reader.in_pieces:
+        part = self._reader.body_part()
+        self._pass_on(part)
+        if part and self._reader.in_pieces:
             self._rest(max(_STEP_S, time.perf_counter() - begun))
         if self._reader.in_body:
             return self._reader.has_more
