@@ -28,7 +28,7 @@ from blend.store.admin import Sources, read_sources
 from blend.store.backend import INDEXES
 from blend.text import check_corpus_name, is_corpus_name
 from blend_retrieval.errors import ChunkIndexError
-from blend_retrieval.generations import generation_files, install_generation, write_lock
+from blend_retrieval.generations import forget_index, generation_files, install_generation, is_begun, write_lock
 
 if TYPE_CHECKING:
     from blend.store.base import ChunkStore
@@ -46,9 +46,9 @@ def index_dir(root: Path, name: str) -> Path:
 
 
 def corpora(root: Path) -> tuple[str, ...]:
-    """Names of the corpora that were precomputed in the store `root`, the one without a name first."""
+    """Names of the corpora in the store `root` that have an index, sound or damaged, the one without a name first."""
     names = ("", *sorted(named_folders(root / _FOLDER)))
-    return tuple(name for name in names if (index_dir(root, name) / _MANIFEST).is_file())
+    return tuple(name for name in names if is_begun(index_dir(root, name)))
 
 
 def named_folders(folder: Path) -> Iterator[str]:
@@ -188,9 +188,9 @@ class Sharing:
         self._forget(corpus)
 
     def _forget(self, corpus: str) -> None:
-        for path in (index_dir(self._root, corpus) / _MANIFEST, self._remembered(corpus)):
-            with suppress(OSError):
-                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            forget_index(index_dir(self._root, corpus))
+            self._remembered(corpus).unlink(missing_ok=True)
 
     def _remembered(self, corpus: str) -> Path:
         return self._root / "shared" / f"{corpus or _UNNAMED}.manifest"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,8 @@ from blend_retrieval import (
     chunk_documents,
     update_index,
 )
-from blend_retrieval.errors import IndexBusyError, IndexMissingError
+from blend_retrieval.errors import IndexBusyError, IndexDamagedError, IndexMissingError
+from blend_retrieval.index import salvaged
 
 if TYPE_CHECKING:
     import numpy as np
@@ -272,15 +274,20 @@ def render_passage(title: str, text: str) -> str:
 
 
 def _indexed_chunks(index_dir: Path, *, required: bool) -> tuple[Chunk, ...]:
-    """The chunks of an index. One that cannot be read holds nothing, unless it is required."""
+    """The chunks of an index, a damaged one included if its texts are sound. Others hold nothing, unless it is required."""
     try:
         return ChunkIndex.load(index_dir).chunks
     except IndexMissingError:
         return ()
+    except IndexDamagedError:
+        if required:
+            return salvaged(index_dir)
+        with suppress(IndexDamagedError):
+            return salvaged(index_dir)
     except RetrievalError:
         if required:
             raise
-        return ()
+    return ()
 
 
 @dataclass(frozen=True)

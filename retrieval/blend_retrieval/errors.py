@@ -9,6 +9,7 @@
     └── ChunkIndexError         an index that cannot be opened, read or written
         ├── IndexMissingError   no index in this folder
         ├── IndexDamagedError   an index that must not be used: truncated, altered, or of another format
+        │   └── IndexNewerError     one that a later version wrote
         ├── IndexMismatchError  an index made with another embedding model
         └── IndexBusyError      an index that another process is writing
 
@@ -52,6 +53,10 @@ class IndexMissingError(ChunkIndexError):
 
 class IndexDamagedError(ChunkIndexError):
     """An index that is damaged or has another format."""
+
+
+class IndexNewerError(IndexDamagedError):
+    """A later version wrote the index. Nothing is damaged, and this version cannot read it."""
 
 
 class IndexMismatchError(ChunkIndexError):

@@ -7,6 +7,9 @@
 
 A writer writes and flushes a new generation, then replaces the manifest in one step, so readers see a whole generation.
 The previous generation stays until the next write, because readers may still be opening it.
+
+The name of a generation is a digest of both files. So the chunks of a damaged index can be trusted if their digest in the
+manifest is right, or if there is no manifest and both files of the latest generation have the digest of their name.
 """
 
 from __future__ import annotations
@@ -16,13 +19,21 @@ import json
 import os
 import re
 import stat
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from blend_retrieval.errors import ChunkIndexError, IndexBusyError, IndexDamagedError, IndexMissingError
+from blend_retrieval.errors import (
+    ChunkIndexError,
+    IndexBusyError,
+    IndexDamagedError,
+    IndexMissingError,
+    IndexNewerError,
+)
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077
@@ -53,7 +64,9 @@ MANIFEST, LOCK = "manifest.json", ".lock"
 LOCK_TIMEOUT = 10.0  # seconds
 _SINGLE = (MANIFEST, MANIFEST + ".part", LOCK)
 _REMEDY = "run `blend precompute` again"
-_GENERATION = re.compile(r"(?:chunks|index)-[0-9a-f]{16}\.(?:jsonl|faiss)(?:\.part)?")
+_GENERATION = re.compile(r"(?:chunks|index)-(?P<name>[0-9a-f]{16})\.(?:jsonl|faiss)(?:\.part)?")
+_FILES = 2  # of a generation
+_PART = ".part"
 
 
 class Generation(NamedTuple):
@@ -77,7 +90,10 @@ def write_lock(directory: Path) -> Iterator[None]:
     try:
         make_private_folder(directory)
         keep_private(directory)
-        with FileLock(directory / LOCK, timeout=LOCK_TIMEOUT, mode=PRIVATE_FILE):
+        lock = directory / LOCK
+        if lock.is_dir():
+            lock.rename(f"{lock}.damaged-{time.time_ns()}")
+        with FileLock(lock, timeout=LOCK_TIMEOUT, mode=PRIVATE_FILE):
             yield
     except Timeout:
         raise IndexBusyError(
@@ -101,6 +117,76 @@ def keep_private(directory: Path) -> None:
         make_private(path)
     if len(ours) == len(paths):
         make_private(directory)
+
+
+def is_begun(directory: Path) -> bool:
+    """Whether an index lies here, sound or damaged."""
+    return os.path.lexists(directory / MANIFEST) or bool(_generations(directory))
+
+
+def _generations(directory: Path) -> list[str]:
+    """The names of the generations that have files here, the latest last; none if the latest lacks one of both."""
+    ages: dict[str, int] = {}
+    counts = Counter[str]()
+    with suppress(OSError):
+        for path in directory.iterdir():
+            match = _GENERATION.fullmatch(path.name)
+            if match and not path.name.endswith(_PART):
+                name = match["name"]
+                ages[name] = max(ages.get(name, 0), path.stat().st_mtime_ns)
+                counts[name] += 1
+    names = sorted(ages, key=ages.__getitem__)
+    return names if names and counts[names[-1]] == _FILES else []
+
+
+def salvaged_chunks(directory: Path) -> bytes | None:
+    """The chunks of a damaged index as they were written; None if they are damaged, too. Raises `IndexNewerError`."""
+    names = _generations(directory)[-1:]
+    try:
+        manifest = _read_manifest(directory)
+    except IndexNewerError:
+        raise
+    except ChunkIndexError:
+        pass
+    else:
+        file, digest = manifest.files[0]
+        data = _bytes_of(directory / file)
+        if _sha256(data) == digest:
+            return data
+        names = [name for name in names if file == f"chunks-{name}.jsonl"]
+    for name in names:
+        data = _bytes_of(directory / f"chunks-{name}.jsonl")
+        vectors = _bytes_of(directory / f"index-{name}.faiss")
+        if _sha256(data + vectors).startswith(name):
+            return data
+    return None
+
+
+def _bytes_of(path: Path) -> bytes:
+    """A file's content; none of a file that cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def set_index_aside(directory: Path) -> None:
+    """Move the files of a damaged index into a folder `damaged-<time>` next to them. The caller holds the lock."""
+    stamp = time.strftime("%Y-%m-%d-%H%M%S")
+    names = (f"damaged-{stamp}{end}" for end in ("", *(f"-{number}" for number in range(2, 1000))))
+    folder = next(place for name in names if not (place := directory / name).exists())
+    make_private_folder(folder)
+    for path in list(directory.iterdir()):
+        if path.name == MANIFEST or _GENERATION.fullmatch(path.name):
+            path.replace(folder / path.name)
+
+
+def forget_index(directory: Path) -> None:
+    """Delete an index. Raises OSError."""
+    (directory / MANIFEST).unlink(missing_ok=True)
+    for path in list(directory.glob("*")):
+        if _GENERATION.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def write_generation(directory: Path, generation: Generation) -> None:
@@ -133,6 +219,8 @@ def read_generation(directory: Path) -> Generation:
         if _read_manifest(directory) != manifest:
             return read_generation(directory)
         raise IndexDamagedError(f"the index in {directory} lacks files that it names; {_REMEDY}") from None
+    except IsADirectoryError:
+        raise IndexDamagedError(f"a file of the index in {directory} is a folder; {_REMEDY}") from None
     except OSError as error:
         raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
 
@@ -185,7 +273,11 @@ def _manifest_bytes(directory: Path) -> bytes:
     try:
         return (directory / MANIFEST).read_bytes()
     except FileNotFoundError:
+        if _generations(directory):
+            raise IndexDamagedError(f"the index in {directory} has lost its {MANIFEST}; {_REMEDY}") from None
         raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first") from None
+    except IsADirectoryError:
+        raise IndexDamagedError(f"the {MANIFEST} of the index in {directory} is a folder; {_REMEDY}") from None
     except OSError as error:
         raise ChunkIndexError(f"the index in {directory} cannot be read ({error.strerror})") from error
 
@@ -193,7 +285,12 @@ def _manifest_bytes(directory: Path) -> bytes:
 def _parse_manifest(content: bytes, directory: Path) -> _Manifest:
     try:
         raw = json.loads(content)
-        if raw["format"] != FORMAT_VERSION:
+        version = raw["format"]
+        if type(version) is int and version > FORMAT_VERSION:
+            raise IndexNewerError(
+                f"the index in {directory} was written by a later version of kvblend: update this one, or {_REMEDY}"
+            )
+        if version != FORMAT_VERSION:
             raise IndexDamagedError(
                 f"the index in {directory} has format {raw['format']}, not {FORMAT_VERSION}; {_REMEDY}"
             )
@@ -203,7 +300,7 @@ def _parse_manifest(content: bytes, directory: Path) -> _Manifest:
         files = tuple((name, str(entry["sha256"])) for name, entry in raw["files"].items())
         form = int(raw.get("form", 1))  # versions before wrote none
         return _Manifest(str(raw["embedder"]), int(raw["dimension"]), files, form)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise IndexDamagedError(f"the manifest of the index in {directory} is damaged; {_REMEDY}") from None
 
 

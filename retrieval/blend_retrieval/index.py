@@ -17,7 +17,15 @@ from blend_retrieval.chunking import Chunk
 from blend_retrieval.embedders import Embedder, Progress
 from blend_retrieval.embedders.base import Floats, Integers
 from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
-from blend_retrieval.generations import Generation, manifest_digest, read_generation, write_generation, write_lock
+from blend_retrieval.generations import (
+    Generation,
+    manifest_digest,
+    read_generation,
+    salvaged_chunks,
+    set_index_aside,
+    write_generation,
+    write_lock,
+)
 from blend_retrieval.lexical import LexicalIndex
 from blend_retrieval.profile import CorpusProfile, profile_of
 from blend_retrieval.words import FORM, composed
@@ -126,8 +134,9 @@ def update_index(
 ) -> IndexUpdate:
     """Make the index in a directory hold exactly these chunks, and embed only new ones.
 
-    A damaged index, or one of another embedder, is rebuilt. Chunks that an earlier version embedded in another form are
-    embedded anew. A crash leaves the old or the new index, and readers may go on meanwhile.
+    A damaged index, or one of another embedder, is rebuilt; the files of a damaged one are moved aside. Chunks that an
+    earlier version embedded in another form are embedded anew. A crash leaves the old or the new index, and readers may go
+    on meanwhile.
 
     Args:
         directory: of the index.
@@ -144,7 +153,7 @@ def update_index(
     path = Path(directory)
     chunks = tuple({chunk.id: chunk for chunk in chunks}.values())
     with write_lock(path):
-        old, reason = _usable(path, embedder)
+        old, reason, is_damaged = _usable(path, embedder)
         old_chunks = old.chunks if old else ()
         old_ids = [chunk.id for chunk in old_chunks]
         unchanged = len({chunk.id for chunk in chunks}.intersection(old_ids))
@@ -171,6 +180,8 @@ def update_index(
         vectors = np.array([vector_of[chunk.id] for chunk in chunks], np.float32)
         vectors = vectors.reshape(-1, embedder.dimension)
         index = ChunkIndex(chunks, vectors, embedder.identity)
+        if is_damaged:
+            set_index_aside(path)
         write_generation(path, _encode(index))
     return update
 
@@ -191,14 +202,30 @@ def _outdated_ids(index: ChunkIndex) -> set[str]:
     return {chunk.id for chunk in index.chunks if passage_text(chunk) != _typed_text(chunk)}
 
 
-def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str]:
-    """The existing index, or why it cannot be used."""
+def salvaged(directory: Path) -> tuple[Chunk, ...]:
+    """The chunks of a damaged index, if they are as they were written. Raises `IndexDamagedError`."""
+    content = salvaged_chunks(directory)
+    if content is None:
+        raise IndexDamagedError(
+            f"the index in {directory} is damaged, and so are its texts: run `blend precompute` again, or restore a backup"
+        )
+    return _chunks_in(content)
+
+
+def _chunks_in(content: bytes) -> tuple[Chunk, ...]:
+    rows = map(json.loads, content.splitlines())
+    return tuple(Chunk(**row) for row in rows)
+
+
+def _usable(path: Path, embedder: Embedder) -> tuple[ChunkIndex | None, str, bool]:
+    """The existing index, or why it cannot be used, and whether it is damaged."""
     try:
-        return ChunkIndex.load(path, embedder), ""
+        return ChunkIndex.load(path, embedder), "", False
     except IndexMissingError:
-        return None, ""
+        return None, "", False
     except (IndexDamagedError, IndexMismatchError) as error:
-        return None, str(error).partition(";")[0]
+        reason = str(error).partition(";")[0]
+        return None, reason, isinstance(error, IndexDamagedError)
 
 
 def _encode(index: ChunkIndex) -> Generation:
@@ -219,8 +246,7 @@ def _decode(generation: Generation, directory: Path) -> ChunkIndex:
     index.dimension = generation.dimension
     index.form = generation.form
     try:
-        rows = map(json.loads, generation.chunks.splitlines())
-        index.chunks = tuple(Chunk(**row) for row in rows)
+        index.chunks = _chunks_in(generation.chunks)
         vectors = np.frombuffer(generation.vectors, np.uint8)
         vector_index = faiss.deserialize_index(vectors)
     except Exception as error:  # the checksum is right, so this is another format

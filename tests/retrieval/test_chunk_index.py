@@ -1,3 +1,4 @@
+import json
 import os
 import threading
 from pathlib import Path
@@ -7,8 +8,14 @@ import pytest
 from places import run_python
 from rendered import chunks
 
-from blend_retrieval.errors import ChunkIndexError, IndexDamagedError, IndexMismatchError, IndexMissingError
-from blend_retrieval.index import ChunkIndex, update_index
+from blend_retrieval.errors import (
+    ChunkIndexError,
+    IndexDamagedError,
+    IndexMismatchError,
+    IndexMissingError,
+    IndexNewerError,
+)
+from blend_retrieval.index import ChunkIndex, salvaged, update_index
 from tests.store.reading import flip
 
 
@@ -96,12 +103,71 @@ def test_damage_is_found_named_and_mended(tmp_path, bag, kind, damage):
     assert "\n" not in str(caught.value)
     update = update_index(tmp_path, chunks("a", "b"), bag)
     assert update[:3] == (2, 0, 0)
-    assert bool(update.reason) == ((kind, damage) != ("manifest", "gone"))
+    assert update.reason
     assert texts(ChunkIndex.load(tmp_path, bag)) == ["a", "b"]
+    (aside,) = tmp_path.glob("damaged-*")
+    assert len(files(aside)) == 3 - (damage == "gone")
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, "digest"])
+@pytest.mark.parametrize("kind", ["chunks-", "index-", "manifest"])
+def test_texts_that_are_sound_are_salvaged(tmp_path, bag, kind, damage):
+    """Never those of an earlier generation: it may hold what was deleted since."""
+    update_index(tmp_path, chunks("a", "b"), bag)
+    update_index(tmp_path, chunks("b", "c"), bag)
+    victim = max(
+        (path for path in tmp_path.iterdir() if path.name.startswith(kind)), key=lambda path: path.stat().st_mtime_ns
+    )
+    if damage == "digest":
+        manifest = json.loads((tmp_path / "manifest.json").read_text())
+        manifest["files"] = {name: {"sha256": "0" * 64} for name in manifest["files"]}
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        DAMAGE[damage](victim)
+    with pytest.raises(IndexDamagedError):
+        ChunkIndex.load(tmp_path)
+    if kind == "chunks-" and damage != "digest":
+        with pytest.raises(IndexDamagedError, match="so are its texts"):
+            salvaged(tmp_path)
+    else:
+        assert [chunk.text for chunk in salvaged(tmp_path)] == ["b", "c"]
+
+
+def test_without_a_manifest_half_a_generation_salvages_nothing(tmp_path, bag):
+    update_index(tmp_path, chunks("a", "b"), bag)
+    update_index(tmp_path, chunks("b", "c"), bag)
+    latest = max(tmp_path.glob("chunks-*"), key=lambda path: path.stat().st_mtime_ns)
+    latest.unlink()
+    (tmp_path / "manifest.json").write_text("damaged")
+    with pytest.raises(IndexDamagedError, match="so are its texts"):
+        salvaged(tmp_path)
+
+
+def test_a_later_version_of_an_index_is_not_damaged(tmp_path, bag):
+    update_index(tmp_path, chunks("a", "b"), bag)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    for read in (ChunkIndex.load, salvaged):
+        with pytest.raises(IndexNewerError, match="was written by a later version of kvblend: update this one"):
+            read(tmp_path)
+
+
+def test_a_folder_in_place_of_a_lock_is_moved(tmp_path, bag):
+    (tmp_path / ".lock").mkdir()
+    update_index(tmp_path, chunks("a"), bag)
+    assert texts(ChunkIndex.load(tmp_path, bag)) == ["a"]
+    assert len(list(tmp_path.glob(".lock.damaged-*"))) == 1
 
 
 @pytest.mark.parametrize(
-    "manifest", ["[]", "{}", '{"format": 99}', '{"format": 1, "embedder": "x", "dimension": 2, "files": {"../x": {}}}']
+    "manifest",
+    [
+        "[" * 100_000,
+        "[]",
+        "{}",
+        '{"format": 99}',
+        '{"format": 1, "embedder": "x", "dimension": 2, "files": {"../x": {}}}',
+    ],
 )
 def test_foreign_manifests_are_refused(tmp_path, manifest):
     (tmp_path / "manifest.json").write_text(manifest)

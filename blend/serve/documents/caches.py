@@ -16,11 +16,12 @@ from blend.layout import Tokens
 from blend.serve.documents.queue import CacheProgress, UploadQueue
 from blend.serve.documents.uploads import part_of
 from blend.serve.engine.background import Compute
-from blend.serve.failures import log_failure, reason_of
+from blend.serve.failures import LOG, log_failure, reason_of
 from blend.serve.removed import removed_from
 from blend.types import CacheKey
 from blend_retrieval import Document, divide_in_steps, passage_text
-from blend_retrieval.errors import IndexMissingError
+from blend_retrieval.errors import IndexDamagedError, IndexMissingError
+from blend_retrieval.index import salvaged
 
 if TYPE_CHECKING:
     import numpy as np
@@ -112,6 +113,8 @@ class CorpusUpdater:
         # Written first: a process that dies after writing the new index would not know what to delete.
         self._uploads.write_gone(useless)
         prepared = prepare(change)
+        if prepared.update is not None and prepared.update.reason:
+            LOG.warning("index_built_anew", extra={"why": prepared.update.reason})
         self._known = {chunk.id: change.corpus.token_ids(chunk) for chunk in change.chunks}
         library = prepared.library
         removed_from(self._rag.store).allow(map(library.key, library.variants(change.ids)))
@@ -149,7 +152,11 @@ class CorpusUpdater:
         return replace(self._rag.corpus(), known=self._known)
 
     def _indexed(self) -> Sequence[Chunk]:
-        index = current_index(self._rag)
+        """The chunks of the index. Of a damaged one those that are sound; then the next `apply` builds it anew."""
+        try:
+            index = current_index(self._rag)
+        except IndexDamagedError:
+            return salvaged(self._rag.index_dir)
         return index.chunks if index else ()
 
 
