@@ -1,6 +1,6 @@
 """The census of a log: which tokens of its requests repeat, why exact prefixes miss them, and what reuse would save.
 
-Read: `reading` (a log's requests) -> `tokens` (counts) -> `memory` (what earlier requests held) -> `matching` (sorts a
+Read: `lines` (of a log) -> `reading` (their requests) -> `tokens` (counts) -> `memory` (what earlier requests held) -> `matching` (sorts a
 prompt's tokens: prefix, shifted, near or new) -> `causes` (why prefixes miss) -> `census` (adds up, with `rates`) ->
 `show`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -102,9 +103,9 @@ class Census:
         self.memory.add(Earlier(self.requests, request.source, roles, texts, request.seconds), new)
 
     def _count(self, request: LoggedRequest, compared: Match) -> None:
-        numbers = [ROLES.index(part.role) for part in compared.parts]
-        cells = np.repeat(numbers, np.diff(compared.starts)) * len(CLASSES) + compared.classes
-        table = np.bincount(cells, minlength=self.by_role.size).reshape(self.by_role.shape)
+        table = np.zeros_like(self.by_role)
+        for part, (start, stop) in zip(compared.parts, pairwise(compared.starts), strict=True):
+            table[ROLES.index(part.role)] += np.bincount(compared.classes[start:stop], minlength=len(CLASSES))
         self.by_role += table
         tokens = table.sum(axis=0)
         self.by_turn[turn_words(request.turn)] += tokens

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from blend.serve.token_index import Ids, TokenIndex
 
@@ -18,6 +19,8 @@ BLOCK_BYTES = 150  # of a block's hash in memory
 _MOST_REQUESTS = 10_000
 _TOKEN_BYTES = 12  # ids and hashes, with room to grow
 _TEXT_BYTES = 500  # of a text's places in tables
+_PART_BYTES = 16  # of a text's places in the lists of a request
+_REQUESTS_SHARE = 0.2  # of the budget, at most, for the lists of requests
 _AFTER_EVICTION = 0.85  # of the budget: texts are evicted together
 
 
@@ -61,6 +64,7 @@ class TextMemory:
         self.index: TokenIndex[str] = TokenIndex()
         self._texts: OrderedDict[str, KnownText] = OrderedDict()
         self._requests: OrderedDict[int, Earlier] = OrderedDict()
+        self._requests_bytes = 0
 
     def known(self, text: str) -> KnownText | None:
         """A text that an earlier request held, or None."""
@@ -80,10 +84,15 @@ class TextMemory:
             self._texts.move_to_end(text)
         self.index.update((), new)
         self._requests[request.number] = request
-        if len(self._requests) > _MOST_REQUESTS:
-            self._requests.popitem(last=False)
+        self._requests_bytes += _PART_BYTES * len(request.texts)
+        while len(self._requests) > _MOST_REQUESTS or self._requests_bytes > _REQUESTS_SHARE * self.budget:
+            self._forget_request()
         if self.nbytes > self.budget:
             self._evict()
+
+    def _forget_request(self) -> None:
+        _, request = self._requests.popitem(last=False)
+        self._requests_bytes -= _PART_BYTES * len(request.texts)
 
     def _evict(self) -> None:
         """Forget the texts that were used longest ago, and all requests up to the last one that held them."""
@@ -97,21 +106,30 @@ class TextMemory:
         self.index.update(texts, {})
         self.evicted += len(texts)
         while self._requests and next(iter(self._requests)) <= last:
-            self._requests.popitem(last=False)
+            self._forget_request()
 
 
 def _bytes_of(text: str, tokens: int) -> int:
     return sys.getsizeof(text) + _TOKEN_BYTES * tokens + _TEXT_BYTES
 
 
-_FACTOR = np.uint64(secrets.randbits(64) | 1)
+_HASHED = 4096 * BLOCK  # tokens at a time
+_POWERS = np.cumprod(np.full(_HASHED, np.uint64(secrets.randbits(64) | 1)))
 
 
 def prefix_hashes(ids: Ids) -> list[int]:
     """A hash for each whole block of a prompt, of all tokens up to its end: polynomials of the ids modulo 2^64."""
-    powers = np.cumprod(np.full(len(ids), _FACTOR))
-    terms = (ids.astype(np.uint64) + np.uint64(1)) * powers
-    hashes: list[int] = np.cumsum(terms, dtype=np.uint64)[BLOCK - 1 :: BLOCK].tolist()
+    hashes = list[int]()
+    total: NDArray[np.uint64] = np.zeros(1, np.uint64)
+    power: NDArray[np.uint64] = np.ones(1, np.uint64)
+    for start in range(0, len(ids), _HASHED):
+        part = ids[start : start + _HASHED].astype(np.uint64)
+        terms = (part + np.uint64(1)) * _POWERS[: len(part)] * power
+        terms[:1] += total
+        sums = np.cumsum(terms, dtype=np.uint64)
+        hashes.extend(sums[BLOCK - 1 :: BLOCK].tolist())
+        total = sums[-1:]
+        power *= _POWERS[-1]
     return hashes
 
 

@@ -1,11 +1,10 @@
-"""Reads logs of requests: JSON lines, also gzipped, of OpenAI's chats, completions and responses, and of Anthropic's messages.
+"""Reads logs of requests: JSON lines of OpenAI's chats, completions and responses, and of Anthropic's messages.
 
-Reading is lenient. A line that holds no request is counted and named, and reading goes on.
+Reading is lenient. A line that holds no request is counted and named, and reading goes on. `lines` divides logs into lines.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +13,19 @@ from io import BufferedReader
 from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
-_MAGIC = b"\x1f\x8b"  # of gzip
-_LONGEST_LINE = 64 << 20
+from blend.census.lines import LONGEST_LINE, Line, LogLines
+from blend.text import counted
+
+_MOST_BRACKETS = 400_000  # of a line; an object takes up to 350 bytes of memory
+_MOST_TEXTS = 100_000  # of a request
+_MOST_CHARACTERS = 8 << 20  # of a request's texts: millions of tokens
 _NAMED = 5  # lines that cannot be read are named, the others are counted
 _LONGEST_NAME = 80
+_TOO_DEEP = "nested too deeply"
+_HINTS = {
+    start: f"; JSON over several lines becomes a request a line with: jq -c {elements} LOG | blend census -"
+    for start, elements in ((b"[", "'.[]'"), (b"{", "."))
+}
 _WRAPPERS = ("body", "request", "params", "input", "payload", "data", "json", "kwargs", "record")
 _REPLIES = ("response", "output", "completion", "body", "message")
 _SESSIONS = ("session_id", "session", "conversation_id", "thread_id", "user", "user_id", "prompt_cache_key")
@@ -73,31 +81,35 @@ class LogReader:
     """Reads logs and counts what it leaves out.
 
     Attributes:
-        skipped: lines that hold no request.
+        skipped: lines that hold no request, and such elements of lines that are lists.
         named: the first of them, each with its place and reason.
+        unread: logs that were not read to their end, each with the reason.
         images: parts of messages without text.
+        hint: what to do with a log that is one JSON document over several lines, else empty.
 
     """
 
     def __init__(self) -> None:
         self.skipped = 0
+        self.hint = ""
         self.images = 0
         self.named: list[str] = []
+        self.unread: list[str] = []
 
     def read(self, name: str, stream: BufferedReader) -> Iterator[LoggedRequest]:
         """The requests of a log of this name."""
-        packed = stream.peek(2)[:2] == _MAGIC
-        source: Any = gzip.GzipFile(fileobj=stream) if packed else stream
-        try:
-            for number, line in enumerate(iter(lambda: source.readline(_LONGEST_LINE), b""), 1):
-                request = _request(name, f"{name}:{number}", line)
+        lines = LogLines(name, stream)
+        for line in lines:
+            if line.number == 1:
+                self.hint = _HINTS.get(line.data, "")
+            for place, request in _requests(name, f"{name}:{line.number}", line):
                 if isinstance(request, LoggedRequest):
                     self.images += request.images
                     yield request
-                elif line.strip():
-                    self._skip(f"{name}:{number}: {request}")
-        except (EOFError, OSError) as error:
-            self._skip(f"{name}: reading ended early: {error}")
+                else:
+                    self._skip(f"{place}: {request}")
+        if lines.problem:
+            self.unread.append(f"{name} {lines.problem}")
 
     def _skip(self, reason: str) -> None:
         self.skipped += 1
@@ -105,11 +117,50 @@ class LogReader:
             self.named.append(reason)
 
 
-def _request(name: str, place: str, line: bytes) -> LoggedRequest | str:
-    """A line's request, or why it holds none."""
-    record = _parsed(line)
-    if record is None:
-        return "no JSON"
+def _requests(name: str, place: str, line: Line) -> Iterator[tuple[str, LoggedRequest | str]]:
+    """The requests of a line, each with its place, or why it holds none; nothing of an empty line."""
+    try:
+        record = _record(line)
+    except ValueError as error:
+        yield place, str(error)
+        return
+    if isinstance(record, list) and record:
+        for number, element in enumerate(record):
+            yield f"{place}[{number}]", _request(name, f"{place}[{number}]", element)
+    elif line.nbytes:
+        yield place, _request(name, place, record)
+
+
+def _record(line: Line) -> Any:
+    """The JSON of a line; None of an empty one. Raises `ValueError` with the reason if there is none."""
+    if line.nbytes > LONGEST_LINE:
+        raise ValueError(
+            f"{line.nbytes:,} bytes in one line, at most {LONGEST_LINE:,} are read; one request a line: jq -c"
+        )
+    if line.data.count(b"{") + line.data.count(b"[") > _MOST_BRACKETS:
+        raise ValueError(f"more than {_MOST_BRACKETS:,} objects and lists in a line of {line.nbytes:,} bytes")
+    try:
+        text = line.data.decode("utf-8", "surrogatepass").strip("\ufeff\0 \t")
+        return json.loads(text) if text else None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at its byte {error.start + 1:,}") from None
+    except json.JSONDecodeError:
+        raise ValueError("no JSON") from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError:  # Python's limit of digits
+        raise ValueError("an integer of thousands of digits in it") from None
+
+
+def _request(name: str, place: str, record: Any) -> LoggedRequest | str:
+    """A record's request, or why it holds none."""
+    try:
+        return _request_of(name, place, record)
+    except RecursionError:
+        return _TOO_DEEP
+
+
+def _request_of(name: str, place: str, record: Any) -> LoggedRequest | str:
     levels = list(_levels(record))
     if not levels or not _is_body(levels[-1]):
         return "no messages, input or prompt in it"
@@ -117,16 +168,20 @@ def _request(name: str, place: str, line: bytes) -> LoggedRequest | str:
     segments = [segment for segment in parts if segment.text]
     if not segments:
         return "no text in it"
+    characters = sum(len(segment.text) for segment in segments)
+    if len(segments) > _MOST_TEXTS or characters > _MOST_CHARACTERS:
+        most = f"at most {_MOST_TEXTS:,} of {_MOST_CHARACTERS:,} are counted"
+        return f"{counted(len(segments), 'text')} of {characters:,} characters, {most}"
     source = _field(levels, _SESSIONS, str) or name
     seconds = _seconds(_field(levels, _TIMES, (str, int, float)))
     images = sum(segment.role == _IMAGE for segment in parts)
     return LoggedRequest(source[-_LONGEST_NAME:], place, segments, list(_reply(record)), seconds, images)
 
 
-def _parsed(line: str | bytes) -> Any:
+def _parsed(text: str) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return json.loads(text)
+    except ValueError:
         return None
 
 

@@ -116,7 +116,10 @@ def _footnotes(findings: Findings) -> Iterator[str]:
     else:
         yield "seconds: name the model that serves with --model, or its prefill rate with --rate"
     if reader.skipped:
-        yield f"{counted(reader.skipped, 'line')} without a request left out: {'; '.join(reader.named)}"
+        more = "; ..." if reader.skipped > len(reader.named) else ""
+        yield f"{counted(reader.skipped, 'line')} without a request left out: {'; '.join(reader.named)}{more}"
+    for reason in reader.unread:
+        yield f"not read to its end: {reason}"
     if reader.images:
         yield f"{counted(reader.images, 'part')} of messages without text not counted (images and others)"
     if forgotten := findings.census.memory.evicted:
@@ -148,6 +151,7 @@ def document(findings: Findings) -> dict[str, Any]:
         "rates": rates._asdict() if rates is not None else None,
         "causes": causes,
         "skipped": {"lines": reader.skipped, "first": reader.named, "parts_without_text": reader.images},
+        "unread": reader.unread,
         "first_requests": [{**request._asdict(), "tokens": _by_class(request.tokens)} for request in census.listed],
     }
 

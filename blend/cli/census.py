@@ -51,8 +51,7 @@ def command(
     """
     check_outputs(json=json_path, picture=picture)
     for log in logs:
-        if log != STDOUT and not log.exists():
-            raise DatasetError(f"{log} is not there; name a JSONL file of requests, or - for standard input")
+        _check(log)
     from blend.census.census import Census
     from blend.census.picture import write_picture
     from blend.census.reading import LogReader
@@ -74,12 +73,25 @@ def command(
         _count(census, reader, log)
     names = _name(logs[0]) if len(logs) == 1 else f"{_name(logs[0])} and {len(logs) - 1} more"
     if not census.requests:
-        raise DatasetError(f"no request in {names}: {'; '.join(reader.named) or 'it is empty'}")
+        reasons = [*reader.unread, *reader.named]
+        raise DatasetError(f"no request in {names}: {'; '.join(reasons) or 'it is empty'}{reader.hint}")
     findings = Findings(census, reader, names, tokenizer, _rates(model, rate, values))
     show_results(render(findings), document(findings), json_path)
     if picture is not None:
         write_picture(findings, picture)
         note(f"wrote {picture}")
+
+
+def _check(log: Path) -> None:
+    """Raise `DatasetError` for what cannot be a log, before any is counted."""
+    if log == STDOUT:
+        return
+    if not log.exists():
+        raise DatasetError(f"{log} is not there; name a JSONL file of requests, or - for standard input")
+    from blend.census.lines import unreadable
+
+    if problem := unreadable(log):
+        raise DatasetError(f"{log} {problem}")
 
 
 def _count(census: Census, reader: LogReader, log: Path) -> None:
