@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Literal, NamedTuple
 
 from blend.errors import PromptError
 from blend.sampling import Sampling
+from blend.serve.shares import Holder
 
 Role = Literal["system", "user", "assistant", "tool"]
 Method = Literal["blend", "full"]
@@ -99,6 +100,41 @@ class Mark(NamedTuple):
     characters: int = 0
 
 
+def _goes_on() -> bool:
+    return False
+
+
+class RequestOrigin(NamedTuple):
+    """Whose request brings text, or leaves rows.
+
+    Attributes:
+        user: see `Request`.
+        session: see `Request`.
+        client: see `Request`.
+        ended: whether the session was deleted since the request came. Then nothing of the request may stay.
+
+    """
+
+    user: str = ""
+    session: str = ""
+    client: str = ""
+    ended: Callable[[], bool] = _goes_on
+
+    @property
+    def users_session(self) -> str:
+        """The name of the session among those of all users of the tenant; "" without one."""
+        return f"{self.user}/{self.session}" if self.session else ""
+
+    @property
+    def holder(self) -> Holder:
+        """Whom text and rows count for."""
+        return Holder(self.client, self.user)
+
+
+ANYONE = RequestOrigin()
+"""A request without a client, an end user or a session."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a client asks for.
@@ -111,6 +147,7 @@ class Request:
         tenant: "" without tenants.
         user: the application's end user, whose learned text is kept apart from others'; "" if it names none.
         session: one of the user's sessions, which may be deleted with its text; "" if it names none.
+        client: who takes turns with others: a tenant, the holder of a key, or an address; "" if it is unknown.
         forwarded: whether a proxy has passed it on, behind which there may be many end users.
         marks: text to keep. Text before several marks is kept for the longest time.
         documents: inserted before the user's last message.
@@ -131,6 +168,7 @@ class Request:
         notes: what of the request has no effect, for the figures of its answer.
         arrived: time of arrival, by `time.monotonic`.
         cancelled: set it, from any thread, to give the request up; `Finished` follows.
+        session_ended: set when its session is deleted: then it leaves neither text nor rows.
 
     """
 
@@ -141,6 +179,7 @@ class Request:
     tenant: str = ""
     user: str = ""
     session: str = ""
+    client: str = ""
     forwarded: bool = False
     marks: tuple[Mark, ...] = ()
     documents: tuple[GivenDocument, ...] = ()
@@ -160,11 +199,17 @@ class Request:
     notes: tuple[str, ...] = ()
     arrived: float = field(default_factory=monotonic)
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
+    session_ended: threading.Event = field(default_factory=threading.Event, compare=False)
+
+    @property
+    def origin(self) -> RequestOrigin:
+        """Whose it is."""
+        return RequestOrigin(self.user, self.session, self.client, self.session_ended.is_set)
 
     @property
     def users_session(self) -> str:
-        """The name of the session among those of all users of the tenant; "" without one."""
-        return f"{self.user}/{self.session}" if self.session else ""
+        """See `RequestOrigin`."""
+        return self.origin.users_session
 
     @property
     def has_form(self) -> bool:

@@ -29,7 +29,8 @@ from blend.serve.prompts.corrector import LearnedTextCorrector
 from blend.serve.prompts.learned import Forgotten
 from blend.serve.prompts.tenant import TenantState, begun_corpora, kept_corpora, tenant_root
 from blend.serve.prompts.view import Require
-from blend.serve.request import Request
+from blend.serve.request import Request, RequestOrigin
+from blend.serve.sessions import RunningSessions
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -91,6 +92,7 @@ class Service:
         self._lock = threading.Lock()
         self._profile = profile or PrefillProfile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
+        self._sessions = RunningSessions()
         self._indexing = indexing_turns()
         self._open = True
         self.ready = False
@@ -251,15 +253,17 @@ class Service:
 
     def prepare(self, request: Request, require: Require = lambda: None) -> Prompt:
         """Make the prompt of a request, yet without the grammar of its answer. Raises as `build_prompt` does."""
+        self._sessions.add(request)
         tenant = self.tenant(request.tenant)
         return completed(build_prompt(tenant, request, require), tenant, request, self._rules)
 
     def end_session(self, tenant: str, user: str, session: str) -> tuple[Forgotten, int]:
-        """Forget the text and the prompts' rows that only this session of a user left.
+        """Forget the text and the prompts' rows that only this session of a user left. Its running requests leave none.
 
         Returns what was deleted of the store, and the bytes of rows in memory. Raises `StoreError`.
         """
-        key = Request(user=user, session=session).users_session
+        key = RequestOrigin(user, session).users_session
+        self._sessions.end(tenant, key)
         rows = self.engine.prefixes.forget(tenant, key)
         self.engine.histories.forget(tenant, key)
         return self.tenant(tenant).end_session(user, session), rows

@@ -4,7 +4,7 @@ import random
 import sqlite3
 import stat
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -22,6 +22,8 @@ from blend.layout import Tokens
 from blend.prefill.blender import Blender
 from blend.serve.prompts.learned import Forgotten, LearnedCaches, Wish
 from blend.serve.removed import KEEP_S, RemovedKeys, removed_from
+from blend.serve.request import RequestOrigin
+from blend.serve.shares import ACTIVE_S
 from blend.store import open_store
 from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
@@ -61,9 +63,9 @@ class Bench:
         self.library = blender.library(PREFIX)
         self.learned = LearnedCaches(root / "learned.sqlite", int(budget * size_of_text()), clock)
 
-    def learn(self, *texts: Tokens, user: str = "", session: str = "", begun: float = inf) -> None:
+    def learn(self, *texts: Tokens, user: str = "", session: str = "", client: str = "", begun: float = inf) -> None:
         """As a request does that brought them all, once the server was idle. begun: when it came."""
-        admitted = self.learned.admitted(self.library, texts, user, session)
+        admitted = self.learned.admitted(self.library, texts, RequestOrigin(user, session, client))
         for variant, made in self.library.computed(self.library.missing(sorted(admitted))):
             keep = partial(self.library.keep, variant, made)
             removed_from(self.store).unless_removed(self.library.key(variant), begun, keep)
@@ -77,9 +79,9 @@ class Bench:
         self.learn(text(number))
         self.use(text(number))
 
-    def pin(self, *texts: Tokens, session: str = "") -> list[bool]:
+    def pin(self, *texts: Tokens, user: str = "", session: str = "", client: str = "") -> list[bool]:
         """Which of these texts are pinned for a minute."""
-        pinned = self.learned.pin(dict.fromkeys(texts, Wish(60, size_of_text())), "", session)
+        pinned = self.learned.pin(dict.fromkeys(texts, Wish(60, size_of_text())), RequestOrigin(user, session, client))
         return [text in pinned for text in texts]
 
     def key(self, text: Tokens) -> ChunkKey:
@@ -150,25 +152,96 @@ def change(path: Path, script: str) -> None:
         file.executescript(script)
 
 
-DAMAGE = {
-    "empty": b"",
-    "no list": b"\xff" * 5000,
-    "another table": "ALTER TABLE pieces RENAME TO others",
-    "another text": "UPDATE pieces SET tokens = x'010203'",
+def overwrite(start: int, content: bytes) -> Callable[[Path], None]:
+    def change_bytes(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(content)
+
+    return change_bytes
+
+
+def other_tables(path: Path) -> None:
+    path.unlink()
+    with closing(sqlite3.connect(path)) as file:
+        file.execute("CREATE TABLE pieces (other TEXT)")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "zeroed page": overwrite(4096, bytes(4096)),
+    "zeroed first page": overwrite(0, bytes(4096)),
+    "text": lambda path: path.write_text("no database at all\n" * 400),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    "header": overwrite(0, b"Fqlite"),
+    "page size": overwrite(16, b"\x00\x07"),
+    "other tables": other_tables,
+    "folder": folder,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: bytes | str) -> None:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_list_is_set_aside_and_a_new_one_begins(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "learned.sqlite"
     Bench(tmp_path).learn(text(1))
-    if isinstance(damage, bytes):
-        (tmp_path / "learned.sqlite").write_bytes(damage)
-    else:
-        change(tmp_path, damage)
+    DAMAGE[kind](path)
+    content = path.read_bytes() if path.is_file() else None
     bench = Bench(tmp_path)
+    (aside,) = tmp_path.glob("learned.sqlite.damaged-*")
+    assert (aside.read_bytes() if aside.is_file() else None) == content, "nothing is deleted"
+    assert logged(caplog) == ["learned_texts_set_aside"]
     assert (len(bench.learned), bench.found(text(1))) == (0, [])
     bench.learn(text(2))
     assert Bench(tmp_path).found(text(2)) == [(0, SIZE, 0)]
+    assert len(logged(caplog)) == 1
+
+
+@pytest.mark.parametrize("kind", ["zeroed page", "text", "cut", "header", "other tables"])
+def test_a_list_that_is_damaged_while_it_is_used_begins_anew(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, other = Bench(tmp_path), Bench(tmp_path)
+    bench.learn(*map(text, range(40)))
+    assert other.found(text(1))
+    DAMAGE[kind](tmp_path / "learned.sqlite")
+    for _ in range(2):  # the first request may be the one that notices
+        with suppress(StoreError):
+            bench.learn(text(50))
+    assert logged(caplog) == ["learned_texts_set_aside"]
+    assert len(list(tmp_path.glob("learned.sqlite.damaged-*"))) == 1
+    for process in (bench, other):
+        assert (process.found(text(50)), process.found(text(1))) == ([(0, SIZE, 0)], [])
+    assert bench.learned.nbytes == size_of_text()
+
+
+CHANGED = {
+    "other bytes": "randomblob(4 * 64)",
+    "fewer": "x'010203'",
+    "text": "'words'",
+    "none": "NULL",
+    "zeros": "zeroblob(256)",
+}
+
+
+@pytest.mark.parametrize("tokens", CHANGED.values(), ids=CHANGED)
+def test_changed_tokens_are_not_taken_for_the_text(tmp_path: Path, tokens: str) -> None:
+    bench = Bench(tmp_path)
+    bench.learn(text(1), text(2))
+    change(tmp_path, f"UPDATE pieces SET tokens = {tokens} WHERE used = 1")
+    bench = Bench(tmp_path)
+    assert (bench.found(text(1)), bench.found(text(2))) == ([], [(0, SIZE, 0)])
+    bench.learn(text(1))
+    assert bench.found(text(1)) == [(0, SIZE, 0)]
 
 
 def test_each_user_finds_the_texts_that_the_user_brought(tmp_path: Path) -> None:
@@ -255,6 +328,84 @@ def test_a_pin_ends_with_its_time(tmp_path: Path) -> None:
     assert again.pin(text(4)) == [False]
     now[0] += 61
     assert again.pin(text(4)) == [True]
+
+
+@pytest.mark.parametrize("how", ["one end user", "many sessions", "many names of one client", "no name"])
+def test_nobody_takes_all_pins(tmp_path: Path, how: str) -> None:
+    """Ten texts may be pinned, and somebody pins them all; then others come."""
+    bench = Bench(tmp_path, 20)
+    same = {"client": "key 1" if how == "many names of one client" else "key 0"}
+    for number in range(12):
+        by = {
+            "one end user": {"user": "eve"},
+            "many sessions": {"user": "eve", "session": f"s{number}"},
+            "many names of one client": {"user": f"eve {number}"},
+            "no name": {},
+        }[how]
+        assert bench.pin(text(number), **by, client="key 0") == [number < 10]
+    ann = {"user": "ann", **same}
+    assert [bench.pin(text(number), **ann)[0] for number in range(100, 107)] == [True] * 5 + [False] * 2
+    assert bench.pin(text(120), user="bob", **same) == [True]
+    loses = how == "many names of one client"  # bob shares the room of this client with ann
+    assert bench.pin(text(100), **ann) == [not loses]
+    assert bench.pin(text(104), **ann) == [True], "what is pinned is pinned anew"
+
+
+def test_a_lost_pin_lets_the_text_go_and_its_session_can_still_be_deleted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, 4)
+    for number in range(2):
+        bench.pin(text(number), user="eve", session="mill")
+        bench.learn(text(number), user="eve", session="mill")
+    assert bench.pin(text(9), user="ann") == [True]
+    bench.learn(text(9), user="ann")
+    for number in range(20, 30):
+        bench.learn(text(number), user="eve")
+    assert bench.finds(range(2), "eve") == [False, True], "the one that would have ended first"
+    assert bench.finds(range(9, 10), "ann") == [True]
+    assert bench.learned.end_session(bench.store, "eve", "mill").texts == 1
+
+
+@pytest.mark.parametrize("flood", ["end user", "names of another client"])
+def test_a_flood_of_text_takes_none_of_anothers_share(tmp_path: Path, flood: str) -> None:
+    bench = Bench(tmp_path, 10)
+    client = "b" if flood == "end user" else "a"
+    bench.learn(*map(text, range(4)), user="ann", client=client)
+    for number in range(20, 60):
+        name = "eve" if flood == "end user" else f"eve {number}"
+        for _ in range(2):  # what recurs stays longest
+            bench.learn(text(number), user=name, client="b")
+    assert bench.finds(range(4), "ann") == [True] * 4
+    assert bench.store.stats().entries <= 10
+
+
+def test_a_share_ends_an_hour_behind_the_last_use(tmp_path: Path) -> None:
+    now = [1000.0]
+    bench = Bench(tmp_path, 10, clock=lambda: now[0])
+    bench.learn(*map(text, range(4)), user="ann")
+    now[0] += ACTIVE_S + 1
+    for number in range(20, 40):
+        bench.learn(text(number), user="eve")
+    assert bench.finds(range(4), "ann") == [False] * 4
+    assert sum(bench.finds(range(20, 40), "eve")) == 10
+
+
+def test_many_sessions_of_a_text_are_counted_once(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for number in range(200):
+        bench.learn(text(0), session=f"s{number}")
+        bench.pin(text(0), session=f"s{number}")
+    with closing(sqlite3.connect(tmp_path / "learned.sqlite")) as file:
+        assert file.execute("SELECT count(*) FROM pins").fetchone()[0] <= 65
+    assert bench.learned.end_session(bench.store, "", "s1").texts == 0
+    assert bench.hits(text(0)) == [True], "text of so many sessions is that of all"
+
+
+def test_nothing_of_an_ended_session_is_learned_or_pinned(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    origin = RequestOrigin(session="mill", ended=lambda: True)
+    assert bench.learned.admitted(bench.library, [text(0)], origin) == set()
+    assert bench.learned.pin({text(0): Wish(60, size_of_text())}, origin) == set()
+    assert (len(bench.learned), bench.pin(text(0))) == (0, [True])
 
 
 def test_a_session_ends_with_the_texts_that_it_alone_used(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from test_prefixes import ROW, cache_of, check
 
 from blend.serve.engine.prefixes import Conversation, PrefixCache
+from blend.serve.request import RequestOrigin
 from blend.types import ChunkCache
 from tests.store.reading import in_threads
 
@@ -40,11 +41,12 @@ def work(prefixes: PrefixCache, seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(40):
         owner, session = draw.choice(OWNERS), draw.choice(SESSIONS)
+        origin = RequestOrigin(session=session, client=owner)
         ids = tuple(draw.choices(TOKENS, k=draw.randrange(3, 9)))
         length = draw.randrange(1, len(ids) - 1)
         conversation = Conversation(owner, ids[:length], ids[length:])
-        prefixes.keep(owner, ids, cache_of(ids), session)
-        prefixes.keep_conversation(conversation, cache_of(ids), length, session=session)
+        prefixes.keep(owner, ids, cache_of(ids), origin)
+        prefixes.keep_conversation(conversation, cache_of(ids), length, origin=origin)
         turn = (*ids, 1)
         if prefix := prefixes.find(owner, turn):
             assert_rows(prefix.cache, turn)
@@ -56,7 +58,7 @@ def work(prefixes: PrefixCache, seed: int) -> None:
         if draw.random() < 0.3:
             prefixes.drop_blended(conversation)
         if draw.random() < 0.2:
-            assert prefixes.forget(owner, session) >= 0
+            assert prefixes.forget(owner, origin.users_session) >= 0
         assert prefixes.nbytes >= 0
 
 
@@ -69,7 +71,7 @@ def test_threads_share_it(rows: int) -> None:
     # What is counted is what is there: without its sessions nothing is left, and the budget is free again.
     for owner in OWNERS:
         for session in SESSIONS:
-            prefixes.forget(owner, session)
+            prefixes.forget(owner, RequestOrigin(session=session).users_session)
     assert prefixes.nbytes == 0
     ids = tuple(range(1, 21))
     prefixes.keep("", ids, cache_of(ids))

@@ -25,6 +25,8 @@ from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.events import BLENDED_BEFORE, IN_MEMORY
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.prompt import Prompt
+from blend.serve.request import RequestOrigin
+from blend.serve.shares import ACTIVE_S
 from blend.types import ChunkCache
 
 ROW = 2 * 4 * 2  # bytes of a row of `cache_of`
@@ -38,8 +40,12 @@ def cache_of(ids: tuple[int, ...]) -> BlendedCache:
     return cache
 
 
-def keep(prefixes: PrefixCache, ids: tuple[int, ...], owner: str = "", session: str = "") -> None:
-    prefixes.keep(owner, ids, cache_of(ids), session)
+def keep(prefixes: PrefixCache, ids: tuple[int, ...], owner: str = "", session: str = "", **origin: Any) -> None:
+    prefixes.keep(owner, ids, cache_of(ids), RequestOrigin(session=session, **origin))
+
+
+def forget(prefixes: PrefixCache, session: str) -> int:
+    return prefixes.forget("", RequestOrigin(session=session).users_session)
 
 
 def check(prefixes: PrefixCache, ids: tuple[int, ...], rows: int, owner: str = "") -> None:
@@ -275,8 +281,10 @@ def test_the_rows_of_a_session_go_unless_others_begin_alike() -> None:
     keep(prefixes, quay, session="quay")
     keep(prefixes, (1, 2, 9))
     keep(prefixes, mill, "other", "mill")
-    prefixes.keep_conversation(Conversation("", (1, 5), (6, 7)), cache_of((1, 5, 6, 7)), 1, session="mill")
-    assert prefixes.forget("", "mill") == ROW * (3 + 3), "three rows of its own, and a conversation"
+    prefixes.keep_conversation(
+        Conversation("", (1, 5), (6, 7)), cache_of((1, 5, 6, 7)), 1, origin=RequestOrigin(session="mill")
+    )
+    assert forget(prefixes, "mill") == ROW * (3 + 3), "three rows of its own, and a conversation"
     check(prefixes, (1, 5, 6, 7, 8), 1)
     check(prefixes, (*mill, 0), 3)
     check(prefixes, (*quay, 0), 5)
@@ -284,11 +292,48 @@ def test_the_rows_of_a_session_go_unless_others_begin_alike() -> None:
     # A session that begins in the middle of another one's rows shares no more of them than it has.
     keep(prefixes, (1, 2), session="mill")
     keep(prefixes, (1, 2, 3, 7), session="weir")
-    assert prefixes.forget("", "quay") == ROW, "the last one"
+    assert forget(prefixes, "quay") == ROW, "the last one"
     check(prefixes, (*quay, 0), 4)
-    assert [prefixes.forget("", session) for session in ("weir", "mill", "mill")] == [2 * ROW, 0, 0]
+    assert [forget(prefixes, session) for session in ("weir", "mill", "mill")] == [2 * ROW, 0, 0]
     check(prefixes, (1, 2, 3, 0), 2)
     assert prefixes.nbytes == ROW * (3 + 6)
+
+
+@pytest.mark.parametrize("flood", ["one client", "one client under many names", "an end user of the same client"])
+def test_a_flood_takes_no_row_of_anothers_share(flood: str) -> None:
+    prefixes = PrefixCache(40 * ROW)
+    ann = {"client": "a" if flood.startswith("one") else "b", "user": "ann"}
+    first, second = tuple(range(100, 110)), tuple(range(200, 210))
+    keep(prefixes, first, session="mill", **ann)
+    keep(prefixes, second, **ann)
+    for number in range(300, 400):
+        name = str(number) if flood.endswith("names") else "bob"
+        keep(prefixes, (number, *range(9)), session=str(number), client="b", user=name)
+    check(prefixes, (*first, 0), 10)
+    check(prefixes, (*second, 0), 10)
+    assert prefixes.nbytes <= prefixes.budget
+    keep(prefixes, tuple(range(500, 510)), **ann)
+    assert prefixes.find("", (*first, 0)) is None, "who has more than the share loses the oldest of their own"
+
+
+def test_who_is_away_for_an_hour_has_no_share() -> None:
+    now = [0.0]
+    prefixes = PrefixCache(40 * ROW, clock=lambda: now[0])
+    keep(prefixes, tuple(range(100, 110)), client="a")
+    now[0] = ACTIVE_S + 1
+    for number in range(300, 310):
+        keep(prefixes, (number, *range(9)), client="b")
+    check(prefixes, (309, *range(9), 0), 10)
+    assert prefixes.find("", (*range(100, 110), 0)) is None
+
+
+def test_what_an_ended_session_would_leave_is_not_kept() -> None:
+    prefixes = PrefixCache(1 << 20)
+    origin = RequestOrigin(session="mill", ended=lambda: True)
+    ids = (1, 2, 3, 4, 5)
+    prefixes.keep("", ids, cache_of(ids), origin)
+    prefixes.keep_conversation(Conversation("", ids[:3], ids[3:]), cache_of(ids), 1, origin=origin)
+    assert prefixes.nbytes == 0
 
 
 def test_many_sessions_share_their_beginning_for_good() -> None:
@@ -296,5 +341,5 @@ def test_many_sessions_share_their_beginning_for_good() -> None:
     sessions = [f"session {number}" for number in range(40)]
     for session in sessions:
         keep(prefixes, ids, session=session)
-    assert sum(prefixes.forget("", session) for session in sessions) == 0
+    assert sum(forget(prefixes, session) for session in sessions) == 0
     check(prefixes, (*ids, 0), 9)

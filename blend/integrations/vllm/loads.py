@@ -25,6 +25,7 @@ from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, NothingStoredError
 from blend.rag import Rag
 from blend.serve.engine.background import EncodingQueue, IOPool
 from blend.serve.prompts.learned import LearnedCaches
+from blend.serve.request import RequestOrigin
 from blend.stopwatch import Stopwatch
 from blend.store.base import ChunkStore
 from blend.types import CacheKey
@@ -288,7 +289,7 @@ class BackgroundEncoder:
         learned = set[Tokens]()
         if self._learned is not None and brought:
             try:
-                learned = self._learned.admitted(library, sorted(brought), ticket.user)
+                learned = self._learned.admitted(library, sorted(brought), RequestOrigin(ticket.user))
             except StoreError as error:
                 self._warn(error)
         allowed = [key for key in missing if key.chunk not in brought or key.chunk in learned]

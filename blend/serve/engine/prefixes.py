@@ -14,8 +14,9 @@ Rows know the sessions whose prompts left them, so that the rows of a session ca
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,8 @@ import torch
 from blend.layout import common_length
 from blend.model import cpu
 from blend.quality import NOTHING_ASKED, Estimate, Quality
+from blend.serve.request import ANYONE, RequestOrigin
+from blend.serve.shares import ACTIVE_S, Holder, Shares
 from blend.types import ChunkCache
 
 if TYPE_CHECKING:
@@ -76,6 +79,7 @@ class _Entry:
         siblings: where it is found, by `key`.
         rows: what it holds; of the run's tokens alone.
         sessions: whose prompts begin with it, "" for those without one.
+        holder: whose prompt left it first.
         children: runs that go on behind it.
 
     """
@@ -86,6 +90,7 @@ class _Entry:
     ids: Tokens
     rows: CachedPrefix
     sessions: frozenset[str]
+    holder: Holder
     children: dict[int, _Entry] = field(default_factory=dict)
 
     @property
@@ -97,11 +102,15 @@ class _Entry:
 class PrefixCache:
     """The rows of many owners within `budget` bytes, least recently used evicted first. Threads may share it.
 
-    An owner's rows serve only that owner. nbytes: held now. evictions: nodes and conversations evicted so far.
+    Rows of clients and end users that exceed their shares leave first (see `Shares`). An owner's rows serve only that owner.
+    nbytes: held now. evictions: nodes and conversations evicted so far.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.budget = budget
+        self._clock = clock
+        self._sizes = Counter[Holder]()
+        self._used_at: dict[Holder, float] = {}
         self.nbytes = self.evictions = 0
         self._lock = threading.Lock()
         self._trees: dict[str, dict[int, _Entry]] = {}  # the children of each owner's root
@@ -143,13 +152,15 @@ class PrefixCache:
                 at += count
         return replace(_joined(parts), start=start) if at == stop else None
 
-    def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache, session: str = "") -> None:
-        """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget. session: the prompt's."""
+    def keep(self, owner: str, ids: Sequence[int], cache: BlendedCache, origin: RequestOrigin = ANYONE) -> None:
+        """Add the exact KV of these tokens, the first rows of `cache`, unless it exceeds the budget. origin: the prompt's."""
         tokens = tuple(ids)
         states = cache.states(len(ids))
         if self._too_large(cache, len(tokens)) or states is None:
             return
         with self._lock:
+            if origin.ended():  # under the lock: `forget` comes later, or came before
+                return
             self._recurrent = bool(states)
             path = self._path(owner, tokens)
             siblings = self._trees.setdefault(owner, {})
@@ -158,18 +169,19 @@ class PrefixCache:
                 path = self._path(owner, tokens)
                 siblings = path[-1][0].children
             for entry, _ in path:
-                entry.sessions = _joined_by(entry.sessions, session)
+                entry.sessions = _joined_by(entry.sessions, origin.users_session)
             matched = sum(count for _, count in path)
             if matched < len(tokens):
                 rows = CachedPrefix(rows_of_prompt(cache, matched, len(tokens)), len(tokens) - matched)
                 key = tokens[matched]
-                self._add(_Entry(owner, siblings, key, tokens[matched:], rows, frozenset([session])))
+                sessions = frozenset([origin.users_session])
+                self._add(_Entry(owner, siblings, key, tokens[matched:], rows, sessions, origin.holder))
                 self._path(owner, tokens)  # marks the runs above as used more recently
             elif states and not path[-1][0].cache.states:
                 last, _ = path[-1]
                 last.rows = last.rows._replace(cache=replace(last.cache, states=states))
-                self.nbytes += sum(part.nbytes for layer in states for part in layer)
-            self._shrink()
+                self._count(last.holder, sum(part.nbytes for layer in states for part in layer))
+            self._shrink(origin.holder)
 
     def keep_conversation(
         self,
@@ -178,11 +190,11 @@ class PrefixCache:
         exact: int,
         quality: Quality = NOTHING_ASKED,
         estimate: Estimate | None = None,
-        session: str = "",
+        origin: RequestOrigin = ANYONE,
     ) -> None:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact.
 
-        quality, estimate: see `CachedPrefix`. session: the prompt's.
+        quality, estimate: see `CachedPrefix`. origin: the prompt's.
         """
         ids = conversation.ids
         computed = len(ids)
@@ -190,13 +202,16 @@ class PrefixCache:
             return
         rows = CachedPrefix(rows_of_prompt(cache, 0, computed), exact, quality, estimate, conversation.author)
         with self._lock:
+            if origin.ended():
+                return
             sessions = frozenset[str]()
             if (older := self._conversations.get(conversation)) is not None:
                 sessions = older.sessions
                 self._drop(older)
-            sessions = _joined_by(sessions, session)
-            self._add(_Entry(conversation.owner, self._conversations, conversation, ids, rows, sessions))
-            self._shrink()
+            sessions = _joined_by(sessions, origin.users_session)
+            owner = conversation.owner
+            self._add(_Entry(owner, self._conversations, conversation, ids, rows, sessions, origin.holder))
+            self._shrink(origin.holder)
 
     def drop_blended(self, conversation: Conversation) -> None:
         """Drop the rows of a blended prompt and its answer, if they are there; exact rows stay."""
@@ -263,6 +278,7 @@ class PrefixCache:
             entry.ids[:count],
             upper_rows._replace(cache=_cut(upper_rows.cache, 0, count)),
             entry.sessions,
+            entry.holder,
         )
         self._drop(entry)
         self._add(upper)
@@ -272,20 +288,38 @@ class PrefixCache:
         entry.siblings = upper.children
         self._add(entry)
 
-    def _shrink(self) -> None:
+    def _shrink(self, holder: Holder) -> None:
+        """Evict until the budget holds: rows of holders that exceed their shares. holder: the one that needs the room."""
+        now = self._clock()
+        self._used_at[holder] = now
+        if self.nbytes <= self.budget and len(self._used_at) <= 2 * len(self._sizes):
+            return
+        since = now - ACTIVE_S
+        self._used_at = {holder: at for holder, at in self._used_at.items() if at > since and holder in self._sizes}
+        shares = Shares(self.budget, self._sizes, self._used_at)
         while self.nbytes > self.budget:
-            self._drop(next(entry for entry in self._recent if not entry.children))
+            leaves = [entry for entry in self._recent if not entry.children]
+            beyond_share = (entry for entry in leaves if shares.exceeded_by(entry.holder))
+            entry = next(beyond_share, leaves[0])  # else others' runs go on behind all of theirs
+            self._drop(entry)
+            shares.remove(entry.holder, entry.cache.nbytes)
             self.evictions += 1
 
     def _add(self, entry: _Entry) -> None:
         entry.siblings[entry.key] = entry
         self._recent[entry] = None
-        self.nbytes += entry.cache.nbytes
+        self._count(entry.holder, entry.cache.nbytes)
 
     def _drop(self, entry: _Entry) -> None:
         del self._recent[entry]
         del entry.siblings[entry.key]
-        self.nbytes -= entry.cache.nbytes
+        self._count(entry.holder, -entry.cache.nbytes)
+
+    def _count(self, holder: Holder, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._sizes[holder] += nbytes
+        if not self._sizes[holder]:
+            del self._sizes[holder]
 
 
 def _joined_by(sessions: frozenset[str], session: str) -> frozenset[str]:

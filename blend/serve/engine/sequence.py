@@ -139,7 +139,7 @@ class Sequence:
         request = self.request
         if not request.cold:
             exact_ids = self.prompt.layout.token_ids[: prefill.exact_rows]
-            self._prefixes.keep(request.tenant, exact_ids, self.blend.cache, request.users_session)
+            self._prefixes.keep(request.tenant, exact_ids, self.blend.cache, request.origin)
         self._send(prefill.started())
         self.answers_left = self.prompt.sampling.n
         self.begin_answer()
@@ -217,18 +217,18 @@ class Sequence:
         prefill = self._begun
         exact = prefill.exact_rows
         tenant = self.request.tenant
-        session = self.request.users_session
+        origin = self.request.origin
         prompt = self.prompt.layout.token_ids
         tokens = tuple(answer.tokens)
         conversation = Conversation(tenant, prompt, tokens, prefill.author)
         with suppress(Exception):  # only later prompts would gain
             if exact == len(prompt):
-                self._prefixes.keep(tenant, (*prompt, *tokens[:-1]), answer.cache, session)
+                self._prefixes.keep(tenant, (*prompt, *tokens[:-1]), answer.cache, origin)
             elif not self.request.verify:  # else the check leaves exact rows, and the next turn goes on from these
                 promise = prefill.quality, prefill.estimate
-                self._prefixes.keep_conversation(conversation, answer.cache, exact, *promise, session)
+                self._prefixes.keep_conversation(conversation, answer.cache, exact, *promise, origin)
             evidence = prefill.evidence(answer.cache, len(prompt) + len(tokens) - 1)
-            self._histories.note(self.prompt.author, conversation, evidence, exact=exact == len(prompt))
+            self._histories.note(self.prompt.author, conversation, evidence, exact=exact == len(prompt), origin=origin)
             self.comparison = prefill.comparison(conversation, evidence)
 
     def _close(self, event: Event) -> None:

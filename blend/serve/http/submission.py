@@ -75,6 +75,7 @@ def _prepared(raw: bytes, kind: type[BodyT], channel: EventChannel, formed: list
         request = replace(
             request,
             session=channel.session(request.session),
+            client=channel.client,
             forwarded=channel.forwarded,
             arrived=channel.begun,
             cancelled=channel.cancelled,
@@ -144,8 +145,8 @@ class EventChannel:
     """Carries the events of one request from the engine's threads to the event loop; a disconnect cancels the request.
 
     request: HTTP's, with its body already read. begun: when it came. session: gives a session its name among all holders'.
-    forwarded: whether a proxy has passed the request on. cancelled: of the service's request. `send` is for other threads; the
-    rest is for the event loop.
+    client: see `client_of`. forwarded: whether a proxy has passed the request on. cancelled: of the service's request.
+    `send` is for other threads; the rest is for the event loop.
     """
 
     def __init__(self, request: HttpRequest) -> None:
@@ -156,6 +157,7 @@ class EventChannel:
         self._tracing = self.state.tracing
         self.begun = time.monotonic()
         self.session = partial(session_of, request)
+        self.client = client_of(request)
         self.forwarded = is_forwarded(request)
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event] = asyncio.Queue()

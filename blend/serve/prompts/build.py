@@ -84,7 +84,7 @@ def completed(reuse: Reuse, tenant: TenantState, request: Request, rules: Rules)
     brings_text = any(passage.brought for passage in reuse.cited)
     remember = not rules.full and reachable and not (brings_text and tenant.learned is None)
     learns = remember and (brings_text or reuse.question is not None)
-    learn = partial(tenant.learn, user=request.user, session=request.session)
+    learn = partial(tenant.learn, origin=request.origin)
     sampling = request.sampling
     thoughts = rules.thoughts if request.prompt is None else None
     full_because = "" if reachable else STORE_UNREACHABLE

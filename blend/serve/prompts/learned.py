@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from threading import RLock
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from blend.corpora import complete_sources
-from blend.errors import StoreError
-from blend.files import make_private_folder
 from blend.layout import Tokens
+from blend.serve.prompts.learned_list import PIECE, LearnedList, Piece
 from blend.serve.reasons import EVICTED, NEW, REFUSED, Word
 from blend.serve.removed import removed_from
-from blend.serve.token_index import Ids, TokenIndex, digest_of
+from blend.serve.request import ANYONE, RequestOrigin
+from blend.serve.shares import ACTIVE_S, Holder, Shares
+from blend.serve.token_index import digest_of
 from blend.store.backend import pinned
 from blend.types import ChunkKey
 
@@ -28,50 +28,33 @@ if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.store import ChunkStore
 
-# pins: the sessions that use a text, each with the time until which it keeps the text, 0 for none. The session "" stands for
-# all requests that name none; a text without a row here is theirs alone.
-_TABLES = """
-CREATE TABLE IF NOT EXISTS pieces (user TEXT, name BLOB, tokens BLOB, used INTEGER, recurs INTEGER, PRIMARY KEY (user, name));
-CREATE INDEX IF NOT EXISTS pieces_used ON pieces (used);
-CREATE TABLE IF NOT EXISTS caches (
-    user TEXT, name BLOB, namespace TEXT, digest TEXT, nbytes INTEGER, PRIMARY KEY (user, name, namespace, digest)
-);
-CREATE INDEX IF NOT EXISTS caches_digest ON caches (digest);
-CREATE TABLE IF NOT EXISTS pins (
-    user TEXT, name BLOB, session TEXT, until REAL, nbytes INTEGER, PRIMARY KEY (user, name, session)
-);
-"""
-# Files of kvblend before 2026-11-28 list a piece's caches as JSON.
-_IS_OLD = "SELECT 1 FROM sqlite_master WHERE name = 'texts'"
-_CONVERT = (
-    "INSERT OR IGNORE INTO pieces SELECT user, name, tokens, used, 0 FROM texts",
-    "INSERT OR IGNORE INTO caches SELECT user, name, json_extract(value, '$[0]'), json_extract(value, '$[1]'), "
-    "json_extract(value, '$[2]') FROM texts, json_each(caches)",
-    "DROP TABLE texts",
-)
 # Pieces with the bytes of their caches, those that leave first in front.
 _BY_WORTH = """
-SELECT user, name, coalesce(sum(nbytes), 0), EXISTS (
+SELECT user, name, coalesce(sum(nbytes), 0), coalesce(client, ''), coalesce(used_at, 0), EXISTS (
     SELECT 1 FROM pins WHERE pins.user = pieces.user AND pins.name = pieces.name AND until > ?
-) AS pinned FROM pieces LEFT JOIN caches USING (user, name) GROUP BY user, name ORDER BY pinned, recurs, used
+) AS pinned
+FROM pieces LEFT JOIN caches USING (user, name) LEFT JOIN holders USING (user, name)
+GROUP BY user, name ORDER BY pinned, recurs, used
 """
-_PINNED_BYTES = """
+# Those that end first in front.
+_PINNED = """
 SELECT user, name, max(max(nbytes), (
     SELECT coalesce(sum(nbytes), 0) FROM caches WHERE caches.user = pins.user AND caches.name = pins.name
-)) FROM pins WHERE until > ? GROUP BY user, name
+)), coalesce(client, '') FROM pins LEFT JOIN holders USING (user, name)
+WHERE until > ? GROUP BY user, name ORDER BY max(until)
 """
 _PINNED_DIGESTS = "SELECT digest FROM caches JOIN pins USING (user, name) WHERE until > ?"
-_PIECE = "user = ? AND name = ?"
-_CHANGE = slice(24, 28)  # of a SQLite file: counts its changes
-_BUSY_S = 60.0  # how long another process may delete caches
+_MOST_SESSIONS = 64  # of a text; beyond them it counts as that of all
 _REMEMBERED = 1 << 14  # texts that left
 
 
-class Piece(NamedTuple):
-    """A learned text of an end user, by its digest. user: "" for all who name none."""
+class _Usage(NamedTuple):
+    """Bytes of a piece's caches, whom they count for, and when it was used last."""
 
-    user: str
-    digest: bytes
+    nbytes: int
+    holder: Holder
+    used_at: float = 0.0
+    pinned: bool = True
 
 
 class Wish(NamedTuple):
@@ -88,63 +71,7 @@ class Forgotten(NamedTuple):
     nbytes: int = 0
 
 
-class LearnedTexts:
-    """The texts in a list of `LearnedCaches`, as they are now: other processes change it. Thread-safe.
-
-    path: a SQLite file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = RLock()
-        # Of users that have a text; threads may search while one changes.
-        self._indexes: dict[str, TokenIndex[bytes]] = {}
-        self._change = 0  # of the file, as it was read last
-
-    def index(self, user: str = "") -> TokenIndex[bytes]:
-        """Finds a user's texts in prompts; their digests are its names. If the list cannot be read, it stays as it was."""
-        if self._lock.acquire(blocking=False):  # else it is being changed, which may wait for the store
-            try:
-                self._follow()
-            finally:
-                self._lock.release()
-        return self._indexes.get(user) or TokenIndex()
-
-    def _follow(self) -> None:
-        """Take over what has changed in the file, if it can be read."""
-        with suppress(OSError, sqlite3.Error, ValueError):
-            change = _change_of(self._path)
-            if change != self._change:
-                self._read_changes()
-                self._change = change
-
-    def _read_changes(self) -> None:
-        indexed = {Piece(user, name) for user, index in self._indexes.items() for name in index.names}
-        # Of each user: texts that are gone, and new ones.
-        changes = defaultdict[str, tuple[list[bytes], dict[bytes, Ids]]](lambda: ([], {}))
-        with self._reading() as file:
-            # In one order everywhere: of equal runs in several texts a search prefers the latest.
-            listed = [Piece(*row) for row in file.execute("SELECT user, name FROM pieces ORDER BY used")]
-            for piece in listed:
-                if piece not in indexed:
-                    row = file.execute(f"SELECT tokens FROM pieces WHERE {_PIECE}", piece).fetchone()
-                    changes[piece.user][1][piece.digest] = np.frombuffer(row[0], np.int32)
-        for piece in indexed.difference(listed):
-            changes[piece.user][0].append(piece.digest)
-        for user, (removed, new) in changes.items():
-            index = self._indexes.setdefault(user, TokenIndex())
-            index.update(removed, new)
-            if not index:
-                del self._indexes[user]
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        with closing(sqlite3.connect(f"{self._path.resolve().as_uri()}?mode=ro", uri=True)) as file:
-            file.execute("BEGIN")  # one state of it
-            yield file
-
-
-class LearnedCaches(LearnedTexts):
+class LearnedCaches(LearnedList):
     """Pieces of text that requests brought, and the sizes of their caches, within a budget.
 
     Threads may share it, and processes of one machine: the file is what holds, and only the tokens are in memory, too. Each end
@@ -152,35 +79,19 @@ class LearnedCaches(LearnedTexts):
     equal pieces of several users share them, and no user notices.
 
     The least recently used piece leaves first, and pieces that were used once leave before those that recur. Pinned ones stay.
+    First of all leaves what a client or an end user has beyond its share (see `Shares`), of pins, too.
 
     Args:
-        path: a SQLite file in the store's folder, private to its owner. A damaged one counts as empty.
+        path: a SQLite file in the store's folder, private to its owner. A damaged one is set aside, and a new list begins.
         budget_bytes: most bytes of all caches. Pinned texts take at most half of them.
         clock: gives seconds since 1970, the same in all processes.
 
     """
 
     def __init__(self, path: Path, budget_bytes: int, clock: Callable[[], float] = time.time) -> None:
-        super().__init__(path)
+        super().__init__(path, clock)
         self.budget = budget_bytes
-        self._clock = clock
         self._past: dict[Piece, Word] = {}  # why texts are not here any more, the latest last
-        if path.exists():
-            self._open()
-
-    def _open(self) -> None:
-        """Read the file, in whichever form it is, or remove a damaged one."""
-        try:
-            with self._changing() as file:
-                if file.execute(_IS_OLD).fetchone():
-                    for statement in _CONVERT:
-                        file.execute(statement)
-            self._read_changes()
-        except (StoreError, sqlite3.Error, ValueError) as error:
-            if not isinstance(error.__cause__ or error, OSError | sqlite3.OperationalError):  # else it is locked
-                self._indexes = {}
-                with suppress(OSError):
-                    self._path.unlink()
 
     def __len__(self) -> int:
         return self._figures[0]
@@ -192,12 +103,11 @@ class LearnedCaches(LearnedTexts):
 
     @property
     def _figures(self) -> tuple[int, int]:
-        if not self._path.exists():
-            return 0, 0
-        with self._reading() as file:
+        with suppress(OSError, sqlite3.Error), self._reading() as file:
             pieces = file.execute("SELECT count(*) FROM pieces").fetchone()
             caches = file.execute("SELECT coalesce(sum(nbytes), 0) FROM caches").fetchone()
-        return pieces[0], caches[0]
+            return pieces[0], caches[0]
+        return 0, 0
 
     @property
     def pinned(self) -> frozenset[str]:
@@ -206,10 +116,8 @@ class LearnedCaches(LearnedTexts):
             return frozenset(digest for (digest,) in file.execute(_PINNED_DIGESTS, (self._clock(),)))
         return frozenset()
 
-    def admitted(
-        self, library: ChunkLibrary, texts: Iterable[Tokens], user: str = "", session: str = ""
-    ) -> set[Tokens]:
-        """Count a use of these texts by a user's session; returns those whose caches may be stored, or stay stored.
+    def admitted(self, library: ChunkLibrary, texts: Iterable[Tokens], origin: RequestOrigin = ANYONE) -> set[Tokens]:
+        """Count a use of these texts by a request; returns those whose caches may be stored, or stay stored.
 
         Deletes less used caches to make room, but none of a corpus and no pinned ones. Raises `StoreError`. If it is unknown
         which caches belong to a corpus, it raises before it changes anything.
@@ -218,13 +126,16 @@ class LearnedCaches(LearnedTexts):
         sizes = defaultdict[Tokens, dict[ChunkKey, int]](dict)
         for variant in library.variants(list(texts)):
             sizes[variant.chunk][library.key(variant)] = library.entry_bytes(variant)
-        pieces = {Piece(user, digest_of(text)): text for text in sizes}
+        pieces = {Piece(origin.user, digest_of(text)): text for text in sizes}
         with self._lock:
+            if origin.ended():  # under the lock: `end_session` comes later, or came before
+                return set()
             _ = store.generation  # raises while the store is away: nothing may be written in its place
             with self._changing() as file:
-                self._note(file, pieces, session)
                 for piece, text in pieces.items():
+                    self._note(file, piece, origin.session)
                     self._use(file, piece, text, sizes[text])
+                    self._count_for(file, piece, origin)
                 removed_from(store).allow(key for caches in sizes.values() for key in caches)
                 evicted = self._evicted(file, list(pieces))
                 self._remove(file, store, evicted)
@@ -237,25 +148,53 @@ class LearnedCaches(LearnedTexts):
         (last,) = file.execute("SELECT coalesce(max(used), 0) FROM pieces").fetchone()
         tokens = np.array(text, np.int32).tobytes()
         row = (*piece, tokens, last + 1, piece in self._past)
-        again = "ON CONFLICT (user, name) DO UPDATE SET used = excluded.used, recurs = 1"
+        again = "ON CONFLICT (user, name) DO UPDATE SET tokens = excluded.tokens, used = excluded.used, recurs = 1"
         file.execute(f"INSERT INTO pieces VALUES (?, ?, ?, ?, ?) {again}", row)
         rows = [(*piece, *key, nbytes) for key, nbytes in caches.items()]
         file.executemany("INSERT OR REPLACE INTO caches VALUES (?, ?, ?, ?, ?)", rows)
 
+    def _count_for(self, file: sqlite3.Connection, piece: Piece, origin: RequestOrigin) -> None:
+        """Count a piece for whom used or pinned it last."""
+        file.execute("INSERT OR REPLACE INTO holders VALUES (?, ?, ?, ?)", (*piece, origin.client, self._clock()))
+
     def _evicted(self, file: sqlite3.Connection, used: Collection[Piece]) -> list[Piece]:
         """The pieces that leave so that the others fit, but never the last of those that were just used, if it fits at all."""
-        pieces = {Piece(*row[:2]): row[2] for row in file.execute(_BY_WORTH, (self._clock(),))}
+        now = self._clock()
+        pieces = dict[Piece, _Usage]()
+        for user, name, nbytes, client, used_at, is_pinned in file.execute(_BY_WORTH, (now,)):
+            pieces[Piece(user, name)] = _Usage(nbytes, Holder(client, user), used_at, bool(is_pinned))
         *_, last = (None, *used)
-        excess = sum(pieces.values()) - self.budget
-        evicted = [piece for piece, nbytes in pieces.items() if nbytes > self.budget]
-        excess -= sum(pieces.pop(piece) for piece in evicted)
-        for piece, nbytes in pieces.items():
-            if excess <= 0:
-                break
-            if piece != last:
+        excess = sum(usage.nbytes for usage in pieces.values()) - self.budget
+        evicted = [piece for piece, usage in pieces.items() if usage.nbytes > self.budget]
+        excess -= sum(pieces.pop(piece).nbytes for piece in evicted)
+        if excess <= 0:
+            return evicted
+        shares = self._shares(pieces.values(), now)
+        for must_exceed in (True, False):
+            for piece, usage in list(pieces.items()):
+                if excess <= 0:
+                    return evicted
+                if piece == last or (must_exceed and (usage.pinned or not shares.exceeded_by(usage.holder))):
+                    continue
                 evicted.append(piece)
-                excess -= nbytes
+                del pieces[piece]
+                shares.remove(usage.holder, usage.nbytes)
+                excess -= usage.nbytes
         return evicted
+
+    def _shares(self, pieces: Iterable[_Usage], now: float) -> Shares:
+        """The shares of those who used a text lately, of the room that pinned texts leave."""
+        room = self.budget
+        sizes = Counter[Holder]()
+        active = set[Holder]()
+        for usage in pieces:
+            if usage.pinned:
+                room -= usage.nbytes
+            else:
+                sizes[usage.holder] += usage.nbytes
+            if usage.used_at > now - ACTIVE_S:
+                active.add(usage.holder)
+        return Shares(room, sizes, active)
 
     def _remember(self, learned: Iterable[Piece], gone: Mapping[Piece, Word]) -> None:
         """Note why texts are gone; those that are learned are here again."""
@@ -265,25 +204,35 @@ class LearnedCaches(LearnedTexts):
         for piece in list(islice(self._past, max(0, len(self._past) - _REMEMBERED))):
             del self._past[piece]
 
-    def pin(self, wishes: Mapping[Tokens, Wish], user: str, session: str) -> set[Tokens]:
+    def pin(self, wishes: Mapping[Tokens, Wish], origin: RequestOrigin = ANYONE) -> set[Tokens]:
         """Pin the texts of a request that fit, in this order, learned or not. Raises `StoreError`.
+
+        Where they do not fit, the pins of those end who have more than their share, for one who has less.
 
         Returns the pinned texts. A text that is not learned in time is pinned for nothing.
         """
         now = self._clock()
-        pieces = {text: Piece(user, digest_of(text)) for text in wishes}
         fitting = set[Tokens]()
         with self._lock, self._changing() as file:
-            self._note(file, pieces.values(), session)
-            sizes = {Piece(*row[:2]): row[2] for row in file.execute(_PINNED_BYTES, (now,))}
+            if origin.ended():
+                return fitting
+            pins = {Piece(*row[:2]): _Usage(row[2], Holder(row[3], row[0])) for row in file.execute(_PINNED, (now,))}
             for text, wish in wishes.items():
-                piece = pieces[text]
-                pinned_bytes = sum(nbytes for pinned, nbytes in sizes.items() if pinned != piece)
-                nbytes = max(wish.nbytes, sizes.get(piece, 0))
-                if pinned_bytes + nbytes > self.budget // 2:
+                piece = Piece(origin.user, digest_of(text))
+                session = self._note(file, piece, origin.session)
+                before = pins.pop(piece, None)
+                nbytes = max(wish.nbytes, before.nbytes if before is not None else 0)
+                losers = self._losers(pins, origin.holder, nbytes)
+                if losers is None:
+                    if before is not None:
+                        pins[piece] = before
                     continue
+                for loser in losers:
+                    file.execute(f"UPDATE pins SET until = 0, nbytes = 0 WHERE {PIECE}", loser)
+                    del pins[loser]
                 fitting.add(text)
-                sizes[piece] = nbytes
+                pins[piece] = _Usage(nbytes, origin.holder)
+                self._count_for(file, piece, origin)
                 longer = "UPDATE SET until = max(until, excluded.until), nbytes = excluded.nbytes"
                 row = (*piece, session, now + wish.seconds, nbytes)
                 file.execute(
@@ -291,34 +240,60 @@ class LearnedCaches(LearnedTexts):
                 )
         return fitting
 
+    def _losers(self, pins: Mapping[Piece, _Usage], holder: Holder, nbytes: int) -> list[Piece] | None:
+        """The pins that end so that a holder can pin so many bytes more; None if there is no room for it."""
+        room = self.budget // 2
+        excess = sum(usage.nbytes for usage in pins.values()) + nbytes - room
+        if excess <= 0:
+            return []
+        sizes = Counter({holder: nbytes})
+        for usage in pins.values():
+            sizes[usage.holder] += usage.nbytes
+        shares = Shares(room, sizes, sizes)
+        if shares.exceeded_by(holder):
+            return None
+        losers = list[Piece]()
+        for piece, usage in pins.items():
+            if excess > 0 and shares.exceeded_by(usage.holder):
+                losers.append(piece)
+                shares.remove(usage.holder, usage.nbytes)
+                excess -= usage.nbytes
+        return losers if excess <= 0 else None
+
     def share(self, texts: Iterable[Tokens], user: str) -> None:
         """Note that a user's request without a session has these texts. Raises `StoreError`.
 
         `admitted` does so for those that are computed or blended; these may have come from memory.
         """
         pieces = [Piece(user, digest_of(text)) for text in texts]
-        of_sessions = f"SELECT 1 FROM pins WHERE {_PIECE} GROUP BY name HAVING min(session) > ''"
+        of_sessions = f"SELECT 1 FROM pins WHERE {PIECE} GROUP BY name HAVING min(session) > ''"
         with suppress(OSError, sqlite3.Error), self._reading() as file:
             pieces = [piece for piece in pieces if file.execute(of_sessions, piece).fetchone()]
         if pieces and self._path.exists():
             with self._lock, self._changing() as file:
-                self._note(file, pieces, "")
+                for piece in pieces:
+                    self._note(file, piece, "")
 
-    def _note(self, file: sqlite3.Connection, pieces: Iterable[Piece], session: str) -> None:
-        """Note that a session's request has these texts. A text that was learned without one stays that of all, too."""
-        for piece in pieces:
-            noted = file.execute(f"SELECT 1 FROM pins WHERE {_PIECE}", piece).fetchone()
-            if session and not noted:
-                file.execute(f"INSERT INTO pins SELECT user, name, '', 0, 0 FROM pieces WHERE {_PIECE}", piece)
-            if session or noted:
-                file.execute("INSERT OR IGNORE INTO pins VALUES (?, ?, ?, 0, 0)", (*piece, session))
+    def _note(self, file: sqlite3.Connection, piece: Piece, session: str) -> str:
+        """Note that a session's request has this text. A text that was learned without one stays that of all, too.
+
+        Returns the session that has it now: "", which is all, if too many have it.
+        """
+        noted = {name for (name,) in file.execute(f"SELECT session FROM pins WHERE {PIECE}", piece)}
+        if session not in noted and len(noted) >= _MOST_SESSIONS:
+            session = ""
+        if session and not noted:
+            file.execute(f"INSERT INTO pins SELECT user, name, '', 0, 0 FROM pieces WHERE {PIECE}", piece)
+        if session or noted:
+            file.execute("INSERT OR IGNORE INTO pins VALUES (?, ?, ?, 0, 0)", (*piece, session))
+        return session
 
     def end_session(self, store: ChunkStore, user: str, session: str) -> Forgotten:
         """Delete the texts that only this session of a user brought or used. Raises `StoreError`."""
         alone = "SELECT user, name FROM pins WHERE user = ? GROUP BY name HAVING min(session) = ? AND count(*) = 1"
         with self._lock:
             _ = store.generation
-            with self._changing() as file:
+            with self._changing(durable=True) as file:
                 pieces = [Piece(*row) for row in file.execute(alone, (user, session))]
                 forgotten = self._remove(file, store, pieces)
                 file.execute("DELETE FROM pins WHERE user = ? AND session = ?", (user, session))
@@ -331,7 +306,7 @@ class LearnedCaches(LearnedTexts):
 
     def namespaces(self, user: str, texts: Iterable[Tokens]) -> dict[Tokens, set[str]]:
         """The namespaces of the caches of texts: those of the models that learned them."""
-        query = f"SELECT namespace FROM caches WHERE {_PIECE}"
+        query = f"SELECT namespace FROM caches WHERE {PIECE}"
         namespaces = dict[Tokens, set[str]]()
         with suppress(OSError, sqlite3.Error), self._reading() as file:
             for text in texts:
@@ -378,39 +353,15 @@ class LearnedCaches(LearnedTexts):
         sizes = dict[ChunkKey, int]()
         texts = 0
         for piece in pieces:
-            for *key, nbytes in file.execute(f"SELECT namespace, digest, nbytes FROM caches WHERE {_PIECE}", piece):
+            for *key, nbytes in file.execute(f"SELECT namespace, digest, nbytes FROM caches WHERE {PIECE}", piece):
                 sizes[ChunkKey(*key)] = nbytes
-            texts += file.execute(f"DELETE FROM pieces WHERE {_PIECE}", piece).rowcount
-            file.execute(f"DELETE FROM caches WHERE {_PIECE}", piece)
-            file.execute(f"DELETE FROM pins WHERE {_PIECE}", piece)
+            texts += file.execute(f"DELETE FROM pieces WHERE {PIECE}", piece).rowcount
+            file.execute(f"DELETE FROM caches WHERE {PIECE}", piece)
+            file.execute(f"DELETE FROM pins WHERE {PIECE}", piece)
+            file.execute(f"DELETE FROM holders WHERE {PIECE}", piece)
         in_use = "SELECT 1 FROM caches WHERE namespace = ? AND digest = ?"
         unused = [key for key in sizes if key.digest not in permanent and not file.execute(in_use, key).fetchone()]
         removed_from(store).add(unused)
         for key in unused:
             store.delete(key)
         return Forgotten(texts, sum(sizes[key] for key in unused))
-
-    @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction on the file. Pins that have ended for texts that are not learned are gone behind it.
-
-        Raises `StoreError` if the file cannot be used.
-        """
-        try:
-            make_private_folder(self._path.parent)
-            self._path.touch(mode=0o600)
-            with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as file, file:
-                file.execute("PRAGMA synchronous = OFF")  # text that a crash of the machine loses is learned again
-                file.executescript(_TABLES)
-                file.execute("BEGIN IMMEDIATE")
-                yield file
-                stray = "(user, name) NOT IN (SELECT user, name FROM pieces)"
-                file.execute(f"DELETE FROM pins WHERE until <= ? AND {stray}", (self._clock(),))
-        except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the list of learned texts {self._path} cannot be used: {error}") from error
-
-
-def _change_of(path: Path) -> int:
-    """Counts the changes of a SQLite file. Raises `OSError` without one."""
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(_CHANGE.stop)[_CHANGE])

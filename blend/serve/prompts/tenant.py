@@ -20,11 +20,13 @@ from blend.serve.failures import LOG, STORE_UNREACHABLE
 from blend.serve.prompt import Kept, Prompt
 from blend.serve.prompts.chat_template import ChatTemplate
 from blend.serve.prompts.cutter import Cutter
-from blend.serve.prompts.learned import Forgotten, LearnedCaches, LearnedTexts, Wish
+from blend.serve.prompts.learned import Forgotten, LearnedCaches, Wish
+from blend.serve.prompts.learned_list import LearnedTexts
 from blend.serve.prompts.reuse import Texts
 from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.prompts.view import CorpusView
 from blend.serve.reasons import EVICTED, NEW, OTHER_MODEL, Word
+from blend.serve.request import ANYONE, RequestOrigin
 from blend.serve.token_index import TokenIndex
 from blend.text import check_corpus_name
 from blend_retrieval import RetrievalError
@@ -202,16 +204,16 @@ class TenantState:
             self._token_index(self.view(name))
 
     def learn(
-        self, library: ChunkLibrary, texts: Collection[Tokens], user: str = "", session: str = ""
+        self, library: ChunkLibrary, texts: Collection[Tokens], origin: RequestOrigin = ANYONE
     ) -> Collection[Tokens]:
-        """Learn the texts that a user's prompt brought; see `LearnedCaches.admitted`. An outage is logged, once.
+        """Learn the texts that a request brought; see `LearnedCaches.admitted`. An outage is logged, once.
 
         May choose the surrogate context, if the store holds no choice: the operator's text or some of Python's documentation,
         never a client's text.
         """
         assert self.learned is not None
         try:
-            admitted = self.learned.admitted(self._with_surrogate(library), texts, user, session)
+            admitted = self.learned.admitted(self._with_surrogate(library), texts, origin)
         except StoreError as error:
             if str(error) != self._unlearned:
                 LOG.warning("learning_failed", extra={"why": str(error)})
@@ -230,7 +232,7 @@ class TenantState:
         for variant in library.variants(list(texts)):
             sizes[variant.chunk] += copies * library.entry_bytes(variant)
         wishes = {text: Wish(seconds, sizes[text]) for text, seconds in texts.items()}
-        pinned = self.learned.pin(wishes, prompt.request.user, prompt.request.session)
+        pinned = self.learned.pin(wishes, prompt.request.origin)
         return Kept(
             tokens=sum(map(len, pinned)),
             of=sum(map(len, texts)),
