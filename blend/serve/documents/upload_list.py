@@ -116,7 +116,7 @@ class Change:
         self._place(number, "failed" if upload.reason else "queued", name)
         if draft is not None and name is not None:
             self.begun.append(name)
-            draft.replace(self.folder / name)
+            draft.rename(self.folder / name)
 
     def restore(self, file: UploadFile, name: str) -> None:
         """Queue an upload whose row is lost, as its file describes it."""
@@ -137,8 +137,8 @@ class Change:
         identifier, nbytes = execute("SELECT id, nbytes FROM uploads WHERE number = ?", (number,)).fetchone()
         file = identifier.partition("#")[0]
         before = f"SELECT max(place) FROM uploads WHERE {IS_WAITING} AND file = ? AND number < ?"
-        (last,) = execute(before, (file, number)).fetchone()
-        place = max(number + nbytes // OVERTAKEN, last or 0)
+        (place_before,) = execute(before, (file, number)).fetchone()
+        place = max(number + nbytes // OVERTAKEN, place_before or 0)
         execute(
             "UPDATE uploads SET state = ?, place = ?, file = ?, bytes = ? WHERE number = ?",
             (state, place, file, name, number),
@@ -226,9 +226,11 @@ class UploadList:
                     set_aside(self.folder / name)
             self._take_in(change)
             # No number of the damaged list comes again: a worker knows uploads by their numbers.
-            (last,) = change.database.execute("SELECT coalesce(max(number), 0) FROM uploads").fetchone()
+            (highest,) = change.database.execute("SELECT coalesce(max(number), 0) FROM uploads").fetchone()
             change.database.execute("DELETE FROM sqlite_sequence")
-            change.database.execute("INSERT INTO sqlite_sequence VALUES ('uploads', ?)", (max(last, int(time.time())),))
+            change.database.execute(
+                "INSERT INTO sqlite_sequence VALUES ('uploads', ?)", (max(highest, int(time.time())),)
+            )
 
     @renewing
     def sweep(self) -> None:
