@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from cachetools import TTLCache
 
+from blend.serve.databases import NewerDatabaseError, damage_of, is_damage, renew, set_foreign_log_aside
 from blend.types import ChunkKey
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 KEEP_S = 3600.0
 _BUSY_S = 60.0  # how long another process may write a cache
+_LISTED = "SELECT space, digest, at FROM removed"
 
 
 class RemovedKeys:
@@ -29,7 +31,8 @@ class RemovedKeys:
     A prompt from before a deletion may find the cache missing and compute it for later prompts. A key is forgotten after
     `KEEP_S`: nothing is stored any more for prompts of that age.
 
-    path: a SQLite file that the processes share; one that cannot be used, as on a full disk, concerns the others only.
+    path: a SQLite file that the processes share. One that cannot be used, as on a full disk, concerns the others only; a
+    damaged one is set aside.
     clock: gives seconds, the same in all processes.
     """
 
@@ -77,24 +80,48 @@ class RemovedKeys:
     @contextmanager
     def _shared(self) -> Iterator[sqlite3.Connection]:
         """A transaction on the keys that all processes removed; on none if the file cannot be used."""
-        with closing(self._opened()) as file, suppress(sqlite3.Error):
-            yield file
-            file.execute("COMMIT")
+        with closing(self._opened()) as file:
+            try:
+                yield file
+                file.execute("COMMIT")
+            except sqlite3.Error as error:
+                if is_damage(error):
+                    self._renew()
 
     def _opened(self) -> sqlite3.Connection:
-        if self._path is not None:
-            with suppress(OSError, sqlite3.Error):
+        for _ in range(2):  # a damaged file is set aside
+            if self._path is None:
+                break
+            try:
                 self._path.touch(mode=0o600)
+                set_foreign_log_aside(self._path)
                 return _begun(str(self._path))
+            except (OSError, sqlite3.Error) as error:
+                if is_damage(error) or self._path.is_dir():
+                    self._renew()
         return _begun(":memory:")
+
+    def _renew(self) -> None:
+        """Set a damaged file aside. The next transaction begins a new one."""
+        path = self._path
+        if path is not None:
+            with suppress(OSError, sqlite3.Error, NewerDatabaseError):
+                renew(path, lambda: damage_of(path, [_LISTED]), path.touch)
 
 
 def _begun(place: str) -> sqlite3.Connection:
     """A connection in a transaction that no other process has at the same time."""
     file = sqlite3.connect(place, timeout=_BUSY_S, isolation_level=None)
-    file.execute("PRAGMA synchronous = OFF")
-    file.execute("BEGIN IMMEDIATE")
-    file.execute("CREATE TABLE IF NOT EXISTS removed (space TEXT, digest TEXT, at REAL, PRIMARY KEY (space, digest))")
+    try:
+        file.execute("PRAGMA synchronous = OFF")
+        file.execute("BEGIN IMMEDIATE")
+        file.execute(
+            "CREATE TABLE IF NOT EXISTS removed (space TEXT, digest TEXT, at REAL, PRIMARY KEY (space, digest))"
+        )
+        file.execute(f"{_LISTED} LIMIT 0")
+    except BaseException:
+        file.close()
+        raise
     return file
 
 
