@@ -61,14 +61,15 @@ class Reference(NamedTuple):
     tokens: tuple[tuple[str, float], ...]
 
     @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Reference:
-        """Of a whole answer with log-probabilities of two tokens."""
+    def of(cls, document: Mapping[str, Any], text: str | None = None) -> Reference:
+        """Of a whole answer with log-probabilities of two tokens. text: of the answer, if it is more than its content."""
         choice = document["choices"][0]
         tokens = []
         for token in choice["logprobs"]["content"]:
             likeliest, second = sorted((candidate["logprob"] for candidate in token["top_logprobs"]), reverse=True)
             tokens.append((token["token"], likeliest - second))
-        return cls(Answer.of(choice["message"]["content"], document.get("kvblend", {})), tuple(tokens))
+        words = choice["message"]["content"] if text is None else text
+        return cls(Answer.of(words, document.get("kvblend", {})), tuple(tokens))
 
     def margin(self, text: str) -> float:
         """Nats between the two likeliest tokens where an answer first differs from this one."""
@@ -168,6 +169,11 @@ class Visitors:
     failing_until: float = -math.inf
     oldest: int = 1
     newest: int = 0
+
+    @property
+    def kinds(self) -> dict[Callable[[], Awaitable[None]], int]:
+        """What visitors come for, with how often."""
+        return {self.ask: 72, self.leave: 10, self.nonsense: 10, self.retrieve: 8}
 
     async def visit(self, kind: Callable[[], Awaitable[None]]) -> None:
         """Send one visitor. Nothing is raised."""
@@ -292,14 +298,22 @@ def broken(name: str, store: Path, draws: random.Random) -> Iterator[None]:
         away.rename(place)
 
 
-async def references(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[Reference]:
-    """The answers to a question asked alone, blended and in full. Of full prefill nothing is kept, or nothing would blend."""
+async def references(
+    client: httpx.AsyncClient,
+    body: Mapping[str, Any],
+    texts_of: Callable[[Mapping[str, Any]], Sequence[str]] | None = None,
+) -> list[Reference]:
+    """The answers to a question asked alone, blended and in full. Of full prefill nothing is kept, or nothing would blend.
+
+    texts_of: the texts of a reply's answers; by default their content.
+    """
     answers = []
     for extension in ({"method": "blend"}, {"method": "full", "cold": True}):
         response = await client.post(CHAT, json={**body, "logprobs": True, "top_logprobs": 2, "kvblend": extension})
         if response.status_code != 200:
             raise SystemExit(f"a question asked alone got status {response.status_code}: {response.text[:300]}")
-        answers.append(Reference.of(response.json()))
+        document = response.json()
+        answers.append(Reference.of(document, texts_of(document)[0] if texts_of else None))
     return answers
 
 
@@ -349,8 +363,8 @@ class Soak:
         """As many of each visitor as come at a time, then quiet: what the server holds then it may hold at the end."""
         visitors = self.visitors
         await visitors.change()
-        for kind in (visitors.ask, visitors.retrieve, visitors.nonsense, visitors.leave):
-            await asyncio.gather(*(kind() for _ in range(self.options.visitors)))
+        for kind in visitors.kinds:
+            await asyncio.gather(*(visitors.visit(kind) for _ in range(self.options.visitors)))
         await asyncio.sleep(self.options.idle)
         await self._stir()
         self.before = look(self.pid, self.now())
@@ -364,9 +378,9 @@ class Soak:
 
     async def _come(self, until: float) -> None:
         visitors = self.visitors
-        kinds = [visitors.ask, visitors.leave, visitors.nonsense, visitors.retrieve]
+        kinds = visitors.kinds
         while self.now() < until:
-            await visitors.visit(*visitors.draws.choices(kinds, weights=[72, 10, 10, 8]))
+            await visitors.visit(*visitors.draws.choices(list(kinds), weights=list(kinds.values())))
             await asyncio.sleep(visitors.draws.expovariate(10))
 
     async def _change(self, until: float) -> None:

@@ -100,6 +100,13 @@ def test_a_long_call_is_read_whole_as_soon_as_it_ends(form: CallFormat) -> None:
     assert not parser.finish()
 
 
+def test_a_quote_behind_a_backslash_that_ended_a_token_is_part_of_a_text() -> None:
+    call = json.dumps({"name": "f", "arguments": {"a": "x" * 2_000 + '"'}})
+    parser = CallParser(GENERIC, ["f"])
+    (ended,) = (piece for character in call for piece in parser.add(character))
+    assert isinstance(ended, ToolCall)
+
+
 def test_a_long_text_that_is_no_call_is_given_out_as_it_is() -> None:
     text = '{"name": "f", "arguments": {"a": [' + "[], " * 2_000 + "nothing} " * 400
     parser = CallParser(GENERIC, ["f"])
