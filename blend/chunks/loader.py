@@ -10,6 +10,7 @@ import torch
 
 from blend.errors import EntryDamagedError
 from blend.model import cpu
+from blend.store.reader import require_finite
 from blend.store.ready import ReadyChunk, parts_of
 
 if TYPE_CHECKING:
@@ -97,9 +98,13 @@ class LayerLoader:
     def _read(self, layer: int, share: Iterable[tuple[ReadyChunk, ChunkReader]]) -> None:
         for chunk, reader in share:
             kv = chunk.kv
+            parts = {"k": kv.keys[layer], "v": kv.values[layer]}
             if kv.shape.packing != "plain":
-                reader.read_parts(layer, parts_of(kv, layer))
+                parts = parts_of(kv, layer)
+                reader.read_parts(layer, parts)
             elif kv.keys[layer].numel() or kv.values[layer].numel():
                 reader.read_into(layer, kv.keys[layer], kv.values[layer])
+            operator = reader.operator(layer)
             if reader.has_operators:
-                chunk.operators[layer] = reader.operator(layer)
+                chunk.operators[layer] = operator
+            require_finite(chunk.address, layer, (*parts.values(), *operator))

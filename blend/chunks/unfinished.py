@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from blend.errors import StoreError
@@ -59,8 +60,11 @@ class UnfinishedFit:
         _, content = self._store.read_manifest(self._names[layout])
         if content is None:
             return None
-        tensors = load(content)
-        return [(tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in range(len(tensors) // 2)]
+        try:
+            tensors = load(content)
+            return [(tensors[f"{index}.keys"], tensors[f"{index}.values"]) for index in range(len(tensors) // 2)]
+        except (SafetensorError, KeyError):  # written by someone, not by `keep`
+            return None
 
     def keep(self, layout: PromptLayout, rows: Sequence[KV], seconds: float) -> None:
         """Keep the KV of a prompt's rows, which took so long to compute, if writing them is quicker."""

@@ -123,6 +123,8 @@ def stats(store: Path, store_key: Path | None, as_json: bool) -> None:
 def verify(store: Path, store_key: Path | None, delete: bool) -> None:
     """Read every cache of every tier and check it against its digests; fail where damage is left."""
     caches = _open_caches(store, store_key)
+    if delete:
+        caches.require_its_key()  # what another key sealed is not damaged
     damaged: list[tuple[Backend, str]] = []
     problems: list[str] = []
     entries = [
@@ -330,7 +332,10 @@ def _fitted(artifacts: Sequence[str], namespace: str) -> str:
     """What was fitted to the caches of a namespace, and of which corpora if they have names."""
     corpora_of: dict[str, list[str]] = {}
     for artifact in artifacts:
-        kind, of_namespace, *corpus = artifact.split("-", 2)
+        kind, *rest_of_name = artifact.split("-", 2)
+        if not rest_of_name:
+            continue
+        of_namespace, *corpus = rest_of_name
         words = _ARTIFACTS.get(kind.partition("_")[0])
         if words and of_namespace == namespace:
             corpora_of.setdefault(words, []).extend(corpus)

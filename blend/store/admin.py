@@ -19,6 +19,7 @@ from typing import NamedTuple
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
 from blend.store.backend import CACHES, SOURCES, Backend, key_of, pin_cache, pinned
 from blend.store.base import ChunkStore
+from blend.store.reader import require_finite
 
 EVERY_S = 30.0
 _UNNAMED = "_"
@@ -159,8 +160,8 @@ def verify_entry(store: ChunkStore, name: str) -> str:
         if reader is not None:
             with reader:
                 for index in range(reader.layers):
-                    reader.layer(index)
-                    reader.operator(index)
+                    parts = (*reader.layer(index), *reader.operator(index))
+                    require_finite(key_of(name), index, parts)
     except EntryDamagedError as error:
         return str(error)
     return ""

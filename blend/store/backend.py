@@ -34,9 +34,14 @@ SOURCES = "sources/"
 PINS = "pins/"
 SEALED = "sealed"
 
+SMALL = 1 << 20
+"""Bytes that all names have at most, but those that hold caches, artifacts, indexes and notes."""
+_LARGE = (CACHES, ARTIFACTS, INDEXES, SOURCES)
+
 HEAD = 16 << 10  # bytes: the header of most models, of some 80 layers of two parts, or 45 of four
 
 _HEX = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_CACHE = re.compile(rf"{CACHES}[0-9A-Za-z_-]{{1,128}}/([0-9A-Za-z_-]{{2}})/\1[0-9A-Za-z_-]{{0,126}}{re.escape(SUFFIX)}")
 _ARTIFACT = re.compile(r"[0-9a-z_-]{1,128}")
 
 Buffer = bytes | memoryview
@@ -171,14 +176,18 @@ class Backend(ABC):
         return False
 
     def read(self, name: str) -> bytes | None:
-        """The whole content, or None. Raises `EntryDamagedError`."""
+        """The whole content, or None. Raises `EntryDamagedError`, also for one that is too large to be of kvblend."""
         blob = self.open(name)
         if blob is None:
             return None
         try:
+            if blob.nbytes > SMALL and not name.startswith(_LARGE):
+                raise EntryDamagedError(f"it has {blob.nbytes:,} bytes")
             content = bytearray(blob.nbytes)
             blob.read(0, memoryview(content))
             return bytes(content)
+        except (MemoryError, OverflowError):
+            raise EntryDamagedError(f"it has {blob.nbytes:,} bytes, which there is no memory for") from None
         finally:
             blob.close()
 
@@ -209,7 +218,10 @@ class Backend(ABC):
 
     @abstractmethod
     def listing(self, prefix: str) -> Iterator[Stored]:
-        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in no particular order."""
+        """What lies under a folder such as `objects/` or `objects/<namespace>/`, in no particular order.
+
+        Names below `objects/` that are no names of caches are left out.
+        """
 
     def names(self, prefix: str) -> Iterator[str]:
         """The names alone, where they are cheaper to get than their sizes and ages."""
@@ -266,9 +278,19 @@ def key_of(name: str) -> ChunkKey:
     return ChunkKey(parts[1], parts[-1].removesuffix(SUFFIX))
 
 
+def is_of_kvblend(name: str) -> bool:
+    """Whether `cache_name` makes names like this one; true of all that is no cache. Others may have put files in between."""
+    return not name.startswith(CACHES) or _CACHE.fullmatch(name) is not None
+
+
 def description_name(namespace: str) -> str:
     """Name of a namespace's description."""
     return f"{DESCRIPTIONS}{_safe(namespace)}.json"
+
+
+def is_artifact(name: str) -> bool:
+    """Whether `artifact_name` makes this name."""
+    return bool(_ARTIFACT.fullmatch(name.removeprefix(ARTIFACTS)))
 
 
 def artifact_name(name: str) -> str:

@@ -23,6 +23,7 @@ from blend.store.backend import (
     close_all,
     description_name,
     in_batches,
+    is_artifact,
     key_of,
     pinned,
 )
@@ -77,7 +78,7 @@ class ChunkStore:
         Raises `StoreError` where it is sealed with another key.
         """
         check, content = self.read_manifest(SEALED)
-        if not check:
+        if check is None:
             return False
         if content is None:
             which = "a"
@@ -274,7 +275,7 @@ class ChunkStore:
 
     def artifacts(self) -> list[str]:
         """Names of all artifacts, sorted."""
-        return sorted(name.removeprefix(ARTIFACTS) for name in self.backend.names(ARTIFACTS))
+        return sorted(name.removeprefix(ARTIFACTS) for name in self.backend.names(ARTIFACTS) if is_artifact(name))
 
     def writing(self) -> AbstractContextManager[None]:
         """The lock of all processes for choosing and writing artifacts; not nested. Read again inside what was read before.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from blend.store.backend import (
     Found,
     Stored,
     close_all,
+    is_of_kvblend,
     key_of,
     pinned,
     require_budget,
@@ -46,11 +48,17 @@ class DiskBlob(Blob):
         self._descriptor = descriptor
         self._files = files
         try:
-            self.nbytes = os.fstat(descriptor).st_size
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):  # a folder, a pipe, a device without an end
+                raise EntryDamagedError("it is no file")
+            self.nbytes = info.st_size
             self.head = os.pread(descriptor, HEAD, 0)
         except OSError as error:
             self.close()
             raise self._files.failed("read", error) from None
+        except EntryDamagedError:
+            self.close()
+            raise
 
     def read(self, offset: int, into: memoryview) -> None:
         """Read from the file, which may have shrunk."""
@@ -144,7 +152,10 @@ class DiskBackend(Backend):
     def swap(self, name: str, content: bytes, was: bytes | None) -> bool:
         """Swap under another lock than `writing`, which may be held meanwhile."""
         with locked(self._files, ".swapping"):
-            if self.read(name) != was:
+            current: bytes | None = b""  # of what is no file, as `read_manifest` has it
+            with suppress(EntryDamagedError):
+                current = self.read(name)
+            if current != was:
                 return False
             self.put(name, [content])
         return True
@@ -198,5 +209,6 @@ class DiskBackend(Backend):
             ]
         for folder in folders:
             for entry in self._files.scan(self.root / folder):
-                if entry.name.endswith(suffix):
-                    yield f"{folder}/{entry.name}", entry
+                name = f"{folder}/{entry.name}"
+                if entry.name.endswith(suffix) and is_of_kvblend(name):
+                    yield name, entry

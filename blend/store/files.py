@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blend.errors import EntryDamagedError, StoreError, StoreNotWritableError, StoreUnreachableError
-from blend.files import make_private_folder, sweep, write_atomically, write_once
+from blend.files import make_private_folder, set_aside, sweep, write_atomically, write_once
 from blend.store.backend import Backend
 from blend.store.lease import WAIT_S
 from blend.store.seal import as_json
@@ -49,6 +49,7 @@ _ONE_FILE = _numbers("EIO ESTALE EBADMSG EUCLEAN ELOOP EISDIR ENXIO ENODEV")
 _MISSING = (FileNotFoundError, NotADirectoryError)
 
 STORE_FORMAT = 1
+_LARGEST_MANIFEST = 1 << 16  # bytes
 _KIND = "kvblend store"
 _SEEN = "seen"  # holds the id of the store that was seen
 _SEEN_WITHOUT_ID = b"seen"  # what versions wrote that knew no ids
@@ -146,19 +147,27 @@ class StoreFiles:
             raise self.failed("read", error) from None
 
     def write(self, path: Path, blobs: Iterable[bytes | memoryview]) -> None:
-        """Replace the file at `path`."""
+        """Replace the file at `path`. A folder there is set aside."""
         self.require_writable()
         try:
             self._make_folder(path.parent)
             self._make_folder(self.tmp)
-            write_atomically(path, blobs, self.tmp, self.file_mode())
+            blobs = tuple(blobs)
+            try:
+                write_atomically(path, blobs, self.tmp, self.file_mode())
+            except IsADirectoryError:  # may hold something of value
+                set_aside(path)
+                write_atomically(path, blobs, self.tmp, self.file_mode())
         except OSError as error:
             raise self.failed("written", error) from None
 
     def remove(self, path: Path) -> bool:
-        """Remove the file at `path`; whether there was one."""
+        """Remove the file at `path`; whether there was one. A folder is set aside instead."""
         try:
-            path.unlink()
+            if path.is_dir() and not path.is_symlink():
+                set_aside(path)
+            else:
+                path.unlink()
         except _MISSING:
             self.require_present()
             return False
@@ -244,7 +253,7 @@ def store_id(root: Path) -> str:
     Raises `StoreError` where the root is of another kind or format, and OSError where it cannot be read.
     """
     try:
-        manifest = dict(json.loads((root / MANIFEST).read_bytes()))
+        manifest = dict(json.loads(_read_small(root / MANIFEST)))
     except (ValueError, TypeError, RecursionError):
         manifest = {}
     version = manifest.get("format")
@@ -256,6 +265,13 @@ def store_id(root: Path) -> str:
             "upgrade kvblend or choose another store"
         )
     return str(manifest.get("id", ""))
+
+
+def _read_small(path: Path) -> bytes:
+    """A small file; empty where a pipe, a device or a large file is in its place. Raises OSError."""
+    info = path.stat()
+    is_small = stat.S_ISREG(info.st_mode) and info.st_size <= _LARGEST_MANIFEST
+    return path.read_bytes() if is_small else b""
 
 
 class AnotherStoreError(StoreUnreachableError):

@@ -13,10 +13,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import obstore
-from obstore.exceptions import AlreadyExistsError, PermissionDeniedError, PreconditionError, UnauthenticatedError
+from obstore.exceptions import (
+    AlreadyExistsError,
+    GenericError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
-from blend.store.backend import Blob, Buffer, Found, Stored
+from blend.store.backend import Blob, Buffer, Found, Stored, is_of_kvblend
 from blend.store.lease import ServerBackend
 
 if TYPE_CHECKING:
@@ -29,6 +35,7 @@ _PIECE = 8 << 20  # a slow connection brings so much within the client's timeout
 _PAGE = 1000
 T = TypeVar("T")
 R = TypeVar("R")
+_NO_SUCH_RANGE = re.compile(r"\b416\b")
 _FULL = re.compile(r"QuotaExceeded|InsufficientStorage|\b507\b|No space left|StorageFull")
 
 
@@ -58,9 +65,12 @@ class ObjectBlob(Blob):
             options: GetOptions = {"range": (offset + begin, offset + end), "if_match": self._about["e_tag"]}
             with self._backend.exchange("read"):
                 try:
-                    into[begin:end] = bytes(obstore.get(self._backend.store, self._name, options=options).bytes())
+                    piece = bytes(obstore.get(self._backend.store, self._name, options=options).bytes())
                 except (FileNotFoundError, PreconditionError):
                     raise EntryDamagedError("it was replaced or deleted while it was read") from None
+            if len(piece) != end - begin:
+                raise EntryDamagedError("its server sent another number of bytes")
+            into[begin:end] = piece
 
         self._backend.run(fetch, range(0, into.nbytes, _PIECE))
 
@@ -102,6 +112,13 @@ class ObjectBackend(ServerBackend):
                 if _lacks_bucket(error):
                     raise
                 return None
+            except GenericError as error:
+                if not _NO_SUCH_RANGE.search(str(error)):
+                    raise
+                about = obstore.head(self.store, name)
+                if about["size"]:
+                    raise
+                beginning = b""  # an empty object has no range
         return ObjectBlob(self, name, about, beginning)
 
     def run(self, call: Callable[[T], R], items: Sequence[T]) -> list[R]:
@@ -153,7 +170,7 @@ class ObjectBackend(ServerBackend):
         """List a thousand objects an exchange."""
         with self.exchange("read"):
             for page in obstore.list(self.store, prefix=prefix, chunk_size=_PAGE):
-                for about in page:
+                for about in filter(_is_ours, page):
                     yield Stored(about["path"], about["size"], used=about["last_modified"].timestamp())
 
     def folders(self, prefix: str) -> set[str]:
@@ -177,6 +194,10 @@ class ObjectBackend(ServerBackend):
         return StoreUnreachableError(
             f"{self.place} cannot be {doing} ({_cause(text)}): see that it is up and reachable"
         )
+
+
+def _is_ours(about: ObjectMeta) -> bool:
+    return is_of_kvblend(about["path"])
 
 
 def _lacks_bucket(error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -170,6 +170,19 @@ def _copy(sources: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         raise ValueError(f"it has shapes {shapes}, needed are {needed}")
     for source, out in zip(sources, outs, strict=True):
         out.copy_(source)
+
+
+def require_finite(key: ChunkKey, index: int, parts: Iterable[Tensor]) -> None:
+    """Raise `EntryDamagedError` if a number of a layer is NaN or infinite: one of them spoils every row that reads it."""
+    import torch
+
+    for part in parts:
+        if not part.is_floating_point():
+            continue
+        # Nothing but a number that is not finite, or a sum out of float32's range, makes a sum that is not.
+        total = part.sum(dtype=torch.float32)
+        if not total.isfinite() and not part.isfinite().all():
+            raise damaged(key, f"layer {index} holds numbers that are not finite")
 
 
 def read_header(blob: Blob, key: ChunkKey, seal: Seal) -> EntryHeader:

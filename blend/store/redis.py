@@ -17,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from blend.errors import EntryDamagedError, EntryTooLargeError, StoreError, StoreUnreachableError
-from blend.store.backend import CACHES, Blob, Buffer, Found, Stored, in_batches
+from blend.store.backend import CACHES, Blob, Buffer, Found, Stored, in_batches, is_of_kvblend
 from blend.store.breaker import Timeouts
 from blend.store.lease import LEASE, ServerBackend
 
@@ -31,7 +31,8 @@ _PAGE = 1000
 _DECADE_S = 10 * 365 * 86400
 _LOST = -1  # the answer of a script whose caller has lost its lease
 _UNDER_LEASE = f"""
-local lease, owner = redis.call('GET', KEYS[2]) or '', ARGV[1]
+local lease, owner = redis.pcall('GET', KEYS[2]) or '', ARGV[1]
+if type(lease) == 'table' then lease = '' end
 if string.sub(lease, 1, #owner) ~= owner then return {_LOST} end
 """
 _PUT = """
@@ -39,8 +40,9 @@ redis.call('SET', KEYS[1], ARGV[2])
 return 1
 """
 _SWAP = """
-local content = redis.call('GET', KEYS[1])
-if (ARGV[2] == '0' and content == false) or (ARGV[2] == '1' and content == ARGV[3]) then
+local content = redis.pcall('GET', KEYS[1])
+if type(content) == 'table' then content = '' end
+if (ARGV[2] == '0' and (content == false or content == '')) or (ARGV[2] == '1' and content == ARGV[3]) then
   redis.call('SET', KEYS[1], ARGV[4])
   return 1
 end
@@ -75,10 +77,21 @@ class RedisBlob(Blob):
             pipe.getrange(self._key, offset, offset + into.nbytes - 1)
             pipe.strlen(self._key)
             pipe.getrange(self._key, 0, len(beginning) - 1)
-            content, *version = pipe.execute()
-            if version != [self.nbytes, beginning]:
+            content, *version = _answers(pipe)
+            is_string = isinstance(content, bytes)
+            if not is_string or len(content) != into.nbytes or version != [self.nbytes, beginning]:
                 raise EntryDamagedError("it was replaced or evicted while it was read")
             into[:] = content
+
+
+def _answers(pipe: Any) -> list[Any]:
+    """The answers of a pipeline; an error in place of one whose name holds no string, and raises other errors."""
+    answers: list[Any] = pipe.execute(raise_on_error=False)
+    for answer in answers:
+        is_wrong_type = isinstance(answer, redis.ResponseError) and str(answer).startswith("WRONGTYPE")
+        if isinstance(answer, Exception) and not is_wrong_type:
+            raise answer
+    return answers
 
 
 class RedisBackend(ServerBackend):
@@ -113,9 +126,13 @@ class RedisBackend(ServerBackend):
             for key in keys:
                 pipe.strlen(key)
                 pipe.getrange(key, 0, _HEAD - 1)
-            answers = pipe.execute() if keys else []
-        answered = zip(keys, answers[::2], answers[1::2], strict=True)
-        return [RedisBlob(self, key, nbytes, bytes(head)) if nbytes else None for key, nbytes, head in answered]
+            answers = _answers(pipe) if keys else []
+        return [self._found(*answer) for answer in zip(keys, answers[::2], answers[1::2], strict=True)]
+
+    def _found(self, key: bytes, nbytes: object, head: object) -> Found:
+        if not isinstance(nbytes, int) or not isinstance(head, bytes):
+            return EntryDamagedError("it is no string")
+        return RedisBlob(self, key, nbytes, head) if nbytes else None
 
     def put(self, name: str, blobs: Sequence[Buffer]) -> None:
         """Put in one exchange."""
@@ -183,7 +200,8 @@ class RedisBackend(ServerBackend):
         """Names, in the order in which Redis scans them, each once."""
         with self.exchange("read"):
             keys = dict.fromkeys(self.client.scan_iter(match=self._key(prefix) + b"*", count=_PAGE))
-        return (key.removeprefix(self._prefix).decode() for key in keys)
+        names = (key.removeprefix(self._prefix).decode(errors="replace") for key in keys)
+        return filter(is_of_kvblend, names)
 
     def _key(self, name: str) -> bytes:
         return self._prefix + name.encode()

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from blend.errors import EntryDamagedError, StoreError, StoreUnreachableError
@@ -47,6 +47,14 @@ from blend.store.tier import Copy, Tier
 _FRESH_S = 1.0  # the generation is asked for before every prompt
 _LAST_WAIT_S = 3.0
 T = TypeVar("T")
+
+
+class _UnusableCopy(NamedTuple):
+    """A copy in a nearer tier that is not the entry of the name at this place of a look-up."""
+
+    tier: Tier
+    place: int
+    error: EntryDamagedError
 
 
 class TierSearch:
@@ -85,6 +93,7 @@ class TierSearch:
         with self._lock:
             blobs: list[Found] = [self._downloads.get(name) for name in names]
         group: list[Download] = []
+        unusable: list[_UnusableCopy] = []
         try:
             for tier in self._tiers:
                 places = [place for place, blob in enumerate(blobs) if blob is None]
@@ -93,15 +102,24 @@ class TierSearch:
                 if places:
                     tier_blobs = tier.open_many([names[place] for place in places])
                     for place, blob in zip(places, tier_blobs, strict=True):
-                        blobs[place] = self._entry(tier, names[place], blob, group)
+                        entry = self._entry(tier, names[place], blob, group)
+                        if isinstance(entry, EntryDamagedError) and tier is not self._far:
+                            unusable.append(_UnusableCopy(tier, place, entry))
+                            entry = None
+                        blobs[place] = entry
         except BaseException:
             close_all(blobs)
             raise
+        for copy in unusable:
+            if isinstance(
+                blobs[copy.place], Blob
+            ):  # else the seal may be the wrong one, and the copy others' sound one
+                copy.tier.report(names[copy.place], copy.error)
         self._count("missing", sum(blob is None for blob in blobs))
         return blobs
 
     def _entry(self, tier: Tier, name: str, blob: Found, group: list[Download]) -> Found:
-        """What readers get of that blob of a tier; None for an unusable copy in a nearer one. Raises `StoreError`."""
+        """What readers get of that blob of a tier, or its damage. Raises `StoreError`."""
         if isinstance(blob, Blob) and name.startswith(CACHES):
             try:
                 copy = self._checked(tier, name, blob)
@@ -112,9 +130,6 @@ class TierSearch:
                 if tier.kind == "local":
                     return LocalCopy(copy, partial(self._replaced, name, copy))
                 return self._begin(name, copy.header, copy, group)
-        if isinstance(blob, EntryDamagedError) and tier is not self._far:
-            tier.report(name, blob)
-            return None
         return blob
 
     def _checked(self, tier: Tier, name: str, blob: Blob) -> Copy:
