@@ -24,6 +24,7 @@ from blend_retrieval.document import (
 )
 from blend_retrieval.errors import DocumentsError
 from blend_retrieval.readers import KINDS, TEXT_FIELD, Fault, Parts, UnreadableError, is_template, kind_of, reader_for
+from blend_retrieval.readers.xml_trees import TOO_DEEP
 
 OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _NAMED_REASONS = 3
@@ -283,6 +284,8 @@ class _Collection:
             raise
         except MemoryError:
             raise UnreadableError(OUT_OF_MEMORY) from None
+        except RecursionError:
+            raise UnreadableError(TOO_DEEP) from None
         except Exception as error:  # one file that breaks a parser must not stop the others
             raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 

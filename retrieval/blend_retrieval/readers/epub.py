@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from urllib.parse import unquote
 from xml.etree import ElementTree as ET
@@ -13,12 +13,14 @@ from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.html.html import read_xhtml
 from blend_retrieval.readers.html.pictures import PICTURE
-from blend_retrieval.readers.zipped import opened_zip
+from blend_retrieval.readers.xml_trees import xml_root
+from blend_retrieval.readers.zipped import Archive, opened_zip
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
 _PAGES = ("application/xhtml+xml", "text/html", "text/x-oeb1-document", "application/x-dtbook+xml")
 _PICTURE = re.compile(rb"<(?:\w+:)?(?:img|image|svg|object)\b", re.IGNORECASE)
+_URI = re.compile(rb"""\bURI\s*=\s*["']([^"']*)""")
 _TITLE = ".//{http://purl.org/dc/elements/1.1/}title"
 
 
@@ -26,17 +28,21 @@ def read_epub(data: bytes, title: str) -> Parts:
     """Read one document under the book's title. Chapters that cannot be read are faults."""
     with opened_zip(data) as book:
         try:
-            container = ET.fromstring(book.read(_CONTAINER))
+            container = xml_root(book.read(_CONTAINER))
             place = next(container.iterfind(".//{*}rootfile")).attrib["full-path"]
-            package = ET.fromstring(book.read(place))
+            package = xml_root(book.read(place))
         except (KeyError, StopIteration, ET.ParseError):
             raise UnreadableError("is no EPUB: it does not list its chapters") from None
         named = (package.findtext(_TITLE) or "").strip()
+        encrypted = _encrypted(book)
         chapters = []
         faults = _unlisted(package)
-        for chapter in _chapters(package, posixpath.dirname(place)):
+        order = Counter(_chapters(package, posixpath.dirname(place)))
+        for chapter, times in order.items():
+            if times > 1:
+                faults.append(Fault(f"chapter {chapter}", f"stands {times:,} times in the book, and is read once", 0))
             try:
-                content = _chapter(book, chapter)
+                content = _chapter(book, chapter, encrypted)
                 parts = read_xhtml(content, "")
             except (UnreadableError, DecodingError) as error:
                 faults.append(Fault(f"chapter {chapter}", str(error)))
@@ -76,9 +82,14 @@ def _unlisted(package: ET.Element) -> list[Fault]:
     return faults
 
 
-def _chapter(book: zipfile.ZipFile, place: str) -> bytes:
-    has_encrypted = _ENCRYPTION in book.namelist()
-    if has_encrypted and place.encode() in book.read(_ENCRYPTION):
+def _encrypted(book: Archive) -> set[str]:
+    """The places of the parts that are encrypted."""
+    listed = book.read(_ENCRYPTION) if _ENCRYPTION in book else b""
+    return {unquote(place.decode("utf-8", "replace")) for place in _URI.findall(listed)}
+
+
+def _chapter(book: Archive, place: str, encrypted: set[str]) -> bytes:
+    if place in encrypted:
         raise UnreadableError("is encrypted")
     try:
         return book.read(place)

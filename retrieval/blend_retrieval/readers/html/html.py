@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from blend_retrieval.decoding import Decoded, decode
 from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
+from blend_retrieval.readers.html.bounds import check_depth, check_size
 from blend_retrieval.readers.html.fields import write_fields
 from blend_retrieval.readers.html.formulas import write_formulas
 from blend_retrieval.readers.html.frames import clear_frames, distinct
 from blend_retrieval.readers.html.lists import mark_numbers, with_numbers
 from blend_retrieval.readers.html.pictures import drawing_text, write_pictures
 from blend_retrieval.readers.html.xhtml import html_of_xhtml, is_xhtml
+from blend_retrieval.readers.xml_trees import TOO_DEEP
 
 if TYPE_CHECKING:
     from selectolax.lexbor import LexborHTMLParser
@@ -29,18 +31,21 @@ _SOFT_HYPHEN = "\u00ad"
 def html_to_markdown(html: str) -> tuple[str, str]:
     """(title or "", Markdown) of a page, or of a page in XHTML that says so.
 
-    Raises `UnreadableError` if its elements are nested too deeply.
+    Raises `UnreadableError` if it is too large, or its elements are nested too deeply.
     """
     from html_to_markdown import ConversionOptions, PreprocessingOptions, convert
     from selectolax.lexbor import LexborHTMLParser
 
-    tree = LexborHTMLParser(html_of_xhtml(html) if is_xhtml(html) else html)
+    source = html_of_xhtml(html) if is_xhtml(html) else html
+    check_size(source)
+    tree = LexborHTMLParser(source)
+    check_depth(tree)
     heading = tree.css_first("head > title") or tree.css_first("h1")
     title = (heading and heading.text()) or ""
     try:
         _prepare(tree)
     except RecursionError:
-        raise UnreadableError("cannot be read whole: its elements are nested too deeply") from None
+        raise UnreadableError(TOO_DEEP) from None
     options = ConversionOptions(
         bullets="-",
         sup_symbol="^",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _OPENS, _CLOSES = "\ufdd0", "\ufdd1"
 _LABEL = re.compile(rf"(?:-?\d+[.)] )?{_OPENS}([^{_CLOSES}]*){_CLOSES}\s*")
 _INTEGER = re.compile(r"\s*([+-]?\d{1,9})")
-_STYLE = re.compile(r"list-style(?:-type)?\s*:[^;]*?\b(none|(?:lower|upper)-(?:alpha|latin|roman))", re.IGNORECASE)
+_STYLE = re.compile(r"list-style(?:-type)?\s*:[^;:]*?\b(none|(?:lower|upper)-(?:alpha|latin|roman))", re.IGNORECASE)
 _TYPES = {
     "a": "lower-alpha",
     "A": "upper-alpha",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from html import escape
+from itertools import islice
+
+from blend_retrieval.readers.base import UnreadableError
 
 _NAMESPACE = "http://www.w3.org/1999/xhtml"
 _PREFIXED = (_NAMESPACE, "http://www.w3.org/1998/Math/MathML", "http://www.w3.org/2000/svg")
@@ -31,6 +34,8 @@ _SUBSET = re.compile(r"(<!DOCTYPE[^\[>]*)\[(.*?)\]\s*>", re.DOTALL | re.IGNORECA
 _SUBSET_WITHIN = 1 << 15  # characters
 _ENTITY = re.compile(r"<!ENTITY\s+([\w.-]+)\s+(?:\"([^\"]*)\"|'([^']*)')\s*>")
 _LONGEST_ENTITY = 1000  # characters; a longer one stays as it is
+_MOST_ENTITIES = 1000
+_MOST_GROWTH = 16 << 20  # characters that entities add
 _PREFIX = re.compile(r"xmlns:([\w.-]+)\s*=\s*[\"']([^\"']*)[\"']")
 
 
@@ -70,10 +75,19 @@ def html_of_xhtml(text: str) -> str:
 
 
 def _with_entities(text: str, subset: str) -> str:
+    """The text with the values of its entities, which may name those that are declared behind them.
+
+    Raises `UnreadableError` if they would make a long text of a short one.
+    """
     entities = {name: double or single for name, double, single in _ENTITY.findall(subset)}
-    for name, value in entities.items():
-        if len(value) <= _LONGEST_ENTITY:
-            text = text.replace(f"&{name};", value)
+    growth = 0
+    for name, value in islice(entities.items(), _MOST_ENTITIES):
+        sign = f"&{name};"
+        if len(value) <= _LONGEST_ENTITY and sign in text:
+            growth += text.count(sign) * len(value)
+            if growth > _MOST_GROWTH:
+                raise UnreadableError("declares entities that repeat themselves: its text would be too long")
+            text = text.replace(sign, value)
     return text
 
 

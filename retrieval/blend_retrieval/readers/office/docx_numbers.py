@@ -11,7 +11,7 @@ from blend_retrieval.readers.numerals import numeral
 WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _BULLETS = ("bullet", "none")
 _MOST_LEVELS = 9
-_MOST_ANCESTORS = 20  # of a style
+MOST_ANCESTORS = 20  # of a style
 
 
 def value(element: Element | None, path: str = "", name: str = "val") -> str | None:
@@ -69,6 +69,7 @@ class Numbers:
     def __init__(self, numbering: Element | None, styles: Element | None) -> None:
         self._styles = _by_attribute(_children(styles, "style"), "styleId")
         self._lists = _lists(numbering) if numbering is not None else {}
+        self._places_by_style = _places_by_style(self._lists)
         self._counts: dict[str, _Counts] = {}
         self._used: set[_Place] = set()
         self.unknown_formats: set[str] = set()
@@ -95,7 +96,7 @@ class Numbers:
         return None
 
     def _ancestors(self, style: str | None) -> Iterator[Element]:
-        for _ in range(_MOST_ANCESTORS):
+        for _ in range(MOST_ANCESTORS):
             element = self._styles.get(style or "")
             if element is None:
                 return
@@ -130,13 +131,7 @@ class Numbers:
         return None
 
     def _place_by_style(self, style: str) -> _Place | None:
-        places = (
-            _Place(number, depth)
-            for number, numbered in self._lists.items()
-            for depth, level in numbered.levels.items()
-            if level.style == style
-        )
-        return next(places, None)
+        return self._places_by_style.get(style)
 
     def _count(self, numbered: _List, place: _Place) -> _Counts:
         counts = self._counts.setdefault(numbered.definition, {})
@@ -207,10 +202,22 @@ def _lists(numbering: Element) -> dict[str, _List]:
     return lists
 
 
+def _places_by_style(lists: dict[str, _List]) -> dict[str, _Place]:
+    """The first list and level of each style of paragraphs that a level names."""
+    places: dict[str, _Place] = {}
+    for number, numbered in lists.items():
+        for depth, level in numbered.levels.items():
+            if level.style:
+                places.setdefault(level.style, _Place(number, depth))
+    return places
+
+
 def _levels(definition: Element | None) -> _Levels:
     levels = {}
     for level in _children(definition, "lvl"):
         depth = int(level.get(f"{WORD}ilvl", "0"))
+        if depth >= _MOST_LEVELS:
+            continue
         restart = value(level, "lvlRestart")
         levels[depth] = _Level(
             start=int(value(level, "start") or "0"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from xml.etree.ElementTree import Element, SubElement
 
-from blend_retrieval.readers.office.docx_numbers import WORD, is_on, value
+from blend_retrieval.readers.office.docx_numbers import MOST_ANCESTORS, WORD, is_on, value
 
 _SCRIPTS = ("superscript", "subscript")
 
@@ -61,8 +61,8 @@ class RunLooks:
         return Look(_script(properties), is_struck, is_set("vanish"))
 
     def _of_style(self, name: str | None) -> Iterator[Element]:
-        passed = set()
-        while name in self._styles and name not in passed:
+        passed: set[str] = set()
+        while name in self._styles and name not in passed and len(passed) < MOST_ANCESTORS:
             passed.add(name)
             style = self._styles[name]
             properties = style.find(f"{WORD}rPr")

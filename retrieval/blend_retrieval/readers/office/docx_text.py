@@ -15,13 +15,15 @@ from itertools import chain
 from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
-from blend_retrieval.readers.base import Fault
+from blend_retrieval.readers.base import Fault, UnreadableError
 from blend_retrieval.readers.office.docx_formulas import MATH, linear
 from blend_retrieval.readers.office.docx_numbers import WORD, Numbers, is_on, value
 from blend_retrieval.readers.office.docx_styles import RunLooks
 from blend_retrieval.readers.office.numbered import marked_number, without_marks
 from blend_retrieval.readers.office.picture_texts import drawing_texts
 from blend_retrieval.readers.office.text_marks import Stretch, marked
+from blend_retrieval.readers.xml_trees import MOST_CHARACTERS, check_xml, xml_root
+from blend_retrieval.readers.zipped import Archive
 
 _WORD_2010 = "{http://schemas.microsoft.com/office/word/2010/wordml}"
 _COMPATIBLE = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
@@ -41,6 +43,7 @@ _MAIN = "word/document.xml"
 _PAGE_FIELDS = ("PAGE", "NUMPAGES", "SECTIONPAGES")
 _WITHOUT_RESULT = ("FORMCHECKBOX", "FORMDROPDOWN")
 _MEDIA = "word/media/"
+_MOST_NODES = 1_000_000  # elements and attributes of a part; mammoth's trees are large
 _PICTURE = "{http://schemas.openxmlformats.org/drawingml/2006/main}blip"
 _CONTENTS = {
     "{http://schemas.openxmlformats.org/drawingml/2006/chart}chart": "chart",
@@ -49,6 +52,8 @@ _CONTENTS = {
     "{urn:schemas-microsoft-com:office:office}OLEObject": "embedded object",
     f"{WORD}control": "ActiveX control",
 }
+_NOTE_REFERENCES = (f"{WORD}footnoteReference", f"{WORD}endnoteReference")
+_MOST_FIELDS = 500  # inside each other
 _HEADING_LEVELS = 6
 _DIRECT_LOOKS = RunLooks(None)
 
@@ -60,9 +65,8 @@ Elements = Iterable[Element]
 class Package:
     """The parts of a Word file, and the relations between them."""
 
-    def __init__(self, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: Archive) -> None:
         self.archive = archive
-        self._names = set(archive.namelist())
         self.main = _MAIN
         for _, kind, target in self.relations(""):
             if kind == "officeDocument":
@@ -70,12 +74,12 @@ class Package:
 
     def root(self, name: str) -> Element | None:
         """The root element of a part, in the transitional format; None if there is no such part."""
-        if name not in self._names:
+        if name not in self.archive:
             return None
         content = self.archive.read(name)
         for strict, transitional in _STRICT:
             content = content.replace(strict, transitional)
-        return ET.fromstring(content)
+        return xml_root(content, _MOST_NODES)
 
     def relations(self, part: str) -> Iterator[tuple[str, str, str]]:
         """The id, the kind (such as "header") and the target of each relation of a part."""
@@ -98,12 +102,14 @@ class Package:
         """The file with these parts in the place of its own, without media."""
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as copy:
-            for name in sorted(self._names):
+            for name in sorted(self.archive.names()):
                 if name in parts:
                     content = ET.tostring(parts[name], "utf-8", xml_declaration=True)
                     copy.writestr(name, content)
                 elif not name.startswith(_MEDIA):
-                    copy.writestr(name, self.archive.read(name))
+                    content = self.archive.read(name)
+                    check_xml(content, _MOST_NODES)  # of media it is no XML from the start
+                    copy.writestr(name, content)
         return data.getvalue()
 
 
@@ -138,6 +144,8 @@ class WordText:
         self._comments = self._read_comments()
         self._unread: Counter[str] = Counter()
         self._notes: dict[str, None] = {}
+        self._written = 0
+        self._frames: dict[str, list[str]] = {}
         self._rewriters: dict[str, Callable[[Element], Elements]] = {
             f"{_COMPATIBLE}AlternateContent": self._alternative,
             f"{MATH}oMath": self._formula,
@@ -166,12 +174,15 @@ class WordText:
         """The file for mammoth."""
         package = self._package
         parts = {}
-        notes = map(package.related, ("footnotes", "endnotes"))
+        notes = [package.related(kind) for kind in ("footnotes", "endnotes")]
         for name in (package.main, *notes):
             root = package.root(name)
             if root is not None:
                 self._rewrite_children(root)
+                _check_fields(root)
                 parts[name] = root
+        if package.main in parts:
+            self._count_notes(parts[package.main], [parts[name] for name in notes if name in parts])
         body = parts[package.main].find(f"{WORD}body") if package.main in parts else None
         if body is not None:
             headers, footers = self._page_frames(body)
@@ -207,6 +218,22 @@ class WordText:
             yield Fault("", note, 0)
         for kind in sorted(self._numbers.unknown_formats):
             yield Fault("", f"has lists in the numerals {kind}, which are read as decimal numbers", 0)
+
+    def _count_notes(self, body: Element, roots: list[Element]) -> None:
+        """Count the notes as text that is written: each stands once for every sign that names it."""
+        lengths: Counter[str] = Counter()
+        for root in roots:
+            for note in root:
+                lengths[note.get(f"{WORD}id", "")] += sum(map(len, note.itertext()))
+        for tag in _NOTE_REFERENCES:
+            for reference in body.iter(tag):
+                self._written += lengths[reference.get(f"{WORD}id", "")]
+        self._count_written("")
+
+    def _count_written(self, text: str) -> None:
+        self._written += len(text)
+        if self._written > MOST_CHARACTERS:
+            raise UnreadableError(f"holds more than {MOST_CHARACTERS:,} characters of text: divide it")
 
     def _rewritten(self, element: Element) -> Elements:
         rewrite = self._rewriters.get(element.tag)
@@ -250,6 +277,7 @@ class WordText:
         self._rewrite_children(paragraph)
         self._paragraph_style = outer_style
         if number is not None:
+            self._count_written(number)
             place = 0 if properties is None else 1
             paragraph.insert(place, _run(marked_number(number)))
         return [paragraph]
@@ -351,6 +379,7 @@ class WordText:
 
     def _comment(self, element: Element) -> Elements:
         comment = self._comments.get(element.get(f"{WORD}id", ""))
+        self._count_written(comment or "")
         return [_text(f" [{comment}]")] if comment else ()
 
     def _read_comments(self) -> dict[str, str]:
@@ -383,10 +412,15 @@ class WordText:
                 for reference in section.iterfind(f"{WORD}{side}Reference"):
                     place = places.get(reference.get(_RELATION, ""), "")
                     kind = reference.get(f"{WORD}type", "default")
-                    root = self._package.root(place)
-                    if root is not None and shown.get(kind, False):
-                        lines[side] |= dict.fromkeys(self._frame_lines(root))
+                    if shown.get(kind, False):
+                        lines[side] |= dict.fromkeys(self._lines_of_frame(place))
         return list(lines["header"]), list(lines["footer"])
+
+    def _lines_of_frame(self, place: str) -> list[str]:
+        if place not in self._frames:
+            root = self._package.root(place)
+            self._frames[place] = [] if root is None else list(self._frame_lines(root))
+        return self._frames[place]
 
     def _frame_lines(self, root: Element) -> Iterator[str]:
         self._rewrite_children(root)
@@ -401,6 +435,19 @@ class WordText:
                 text = without_marks(line)
                 if any(map(str.isalnum, text)) and not _is_page_number(text, element):
                     yield text
+
+
+def _check_fields(root: Element) -> None:
+    """Raise `UnreadableError` if fields begin and do not end: mammoth looks through all that are open at every text."""
+    open_fields = 0
+    for mark in root.iter(f"{WORD}fldChar"):
+        kind = mark.get(f"{WORD}fldCharType")
+        if kind == "begin":
+            open_fields += 1
+        elif kind == "end":
+            open_fields -= 1
+        if open_fields > _MOST_FIELDS:
+            raise UnreadableError("is damaged: its fields do not end")
 
 
 def _picture_texts(element: Element, boxes: Elements) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-import zipfile
 from collections.abc import Iterator
-from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
@@ -13,7 +11,8 @@ from blend_retrieval.readers.html.html import html_to_markdown
 from blend_retrieval.readers.office.numbered import numbered_markdown
 from blend_retrieval.readers.office.odf_html import DRAW, OFFICE, PRESENTATION, OdfHtml, styles_of
 from blend_retrieval.readers.office.odf_lists import STYLE, TEXT
-from blend_retrieval.readers.zipped import opened_zip
+from blend_retrieval.readers.xml_trees import xml_root
+from blend_retrieval.readers.zipped import Archive, opened_zip
 
 _MANIFEST = "META-INF/manifest.xml"
 _TITLE = ".//{http://purl.org/dc/elements/1.1/}title"
@@ -24,10 +23,9 @@ _PAGE_FIELDS = (f"{TEXT}page-number", f"{TEXT}page-count")
 class _File:
     """The parts of an OpenDocument file, and what its content says in HTML."""
 
-    def __init__(self, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: Archive) -> None:
         self._archive = archive
-        self._names = set(archive.namelist())
-        if _MANIFEST in self._names and b"encryption-data" in archive.read(_MANIFEST):
+        if _MANIFEST in archive and b"encryption-data" in archive.read(_MANIFEST):
             raise UnreadableError("is encrypted; save it without a password")
         content = self.root("content.xml")
         body = None if content is None else content.find(f"{OFFICE}body")
@@ -42,10 +40,10 @@ class _File:
     def root(self, place: str) -> Element | None:
         """The root element of a part, or None."""
         name = posixpath.normpath(place)
-        if name not in self._names:
+        if name not in self._archive:
             return None
         content = self._archive.read(name)
-        return ET.fromstring(content)
+        return xml_root(content)
 
     def _embedded(self, place: str) -> Element | None:
         return self.root(f"{place}/content.xml")

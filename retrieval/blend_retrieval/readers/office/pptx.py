@@ -11,6 +11,7 @@ from blend_retrieval.readers.office.picture_texts import PICTURE, drawing_texts
 from blend_retrieval.readers.office.slide_text import SlideText, placeholder_styles
 from blend_retrieval.readers.sheets.sheets import Area, Sheet
 from blend_retrieval.readers.tables import markdown_table
+from blend_retrieval.readers.xml_trees import check_xml
 from blend_retrieval.readers.zipped import opened_zip
 
 _DEFAULT_STYLES = "{http://schemas.openxmlformats.org/presentationml/2006/main}defaultTextStyle"
@@ -21,7 +22,11 @@ def read_pptx(data: bytes, title: str) -> Parts:
     """Read the slides as sections, with tables, charts, notes and texts of pictures. Slides of pictures alone are faults."""
     from pptx import Presentation
 
-    opened_zip(data).close()
+    with opened_zip(data) as archive:
+        archive.check_parts()
+        for name in archive.names():
+            if name.endswith((".xml", ".rels")):
+                check_xml(archive.read(name))
     texts = []
     faults = []
     presentation = Presentation(io.BytesIO(data))

@@ -45,12 +45,12 @@ class _Marks(NamedTuple):
 def read_ods(data: bytes, title: str) -> Parts:
     """Read the sheets as sections, with merged cells and notes. Hidden sheets are faults."""
     with opened_zip(data) as archive:
-        manifest = archive.read("META-INF/manifest.xml") if "META-INF/manifest.xml" in archive.namelist() else b""
+        manifest = archive.read("META-INF/manifest.xml") if "META-INF/manifest.xml" in archive else b""
         if b"encryption-data" in manifest:
             raise UnreadableError("is encrypted; save it without a password")
         try:
             content = _parsed(archive.read("content.xml"))
-            styles = _parsed(archive.read("styles.xml")) if "styles.xml" in archive.namelist() else content
+            styles = _parsed(archive.read("styles.xml")) if "styles.xml" in archive else content
         except KeyError:
             raise UnreadableError("is no OpenDocument file: it has no content") from None
     return _parts(content, styles, title)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import posixpath
-import zlib
 from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, NamedTuple
 from xml.etree import ElementTree as ET
-from zipfile import BadZipFile
 
 from blend_retrieval.readers.base import UnreadableError
+from blend_retrieval.readers.xml_trees import xml_root
+from blend_retrieval.readers.zipped import DAMAGE as _UNPACKING
 from blend_retrieval.readers.zipped import opened_zip
 
-DAMAGE = (KeyError, ET.ParseError, BadZipFile, zlib.error)
+DAMAGE = (KeyError, ET.ParseError, *_UNPACKING)
 """What reading a part raises if it is missing or damaged."""
 
 
@@ -34,7 +34,7 @@ class Package:
     def __init__(self, data: bytes) -> None:
         self._archive = opened_zip(data)
         self._names: dict[str, str] = {}
-        for name in self._archive.namelist():
+        for name in self._archive.names():
             path = name.replace("\\", "/").lower()
             self._names[path] = name
 
@@ -44,18 +44,22 @@ class Package:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._archive.close()
+        self._archive.__exit__(kind, error, trace)
 
     def open(self, path: str) -> IO[bytes]:
         """A part's bytes. Raises `KeyError` if there is no such part."""
         return self._archive.open(self._names[path.lower()])
 
+    def tree(self, path: str) -> ET.Element:
+        """The root of a part. Raises `KeyError` if it is missing, `ParseError` if it is no XML."""
+        content = self._archive.read(self._names[path.lower()])
+        return xml_root(content)
+
     def xml(self, path: str) -> ET.Element:
         """The root of a part. Raises `UnreadableError` if it is missing or no XML."""
         try:
-            with self.open(path) as stream:
-                return ET.parse(stream).getroot()
-        except DAMAGE:
+            return self.tree(path)
+        except (KeyError, ET.ParseError):
             raise UnreadableError(f"is damaged: {path} is missing or no XML") from None
 
     def relations(self, path: str) -> dict[str, Relation]:

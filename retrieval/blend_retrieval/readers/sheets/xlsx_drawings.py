@@ -81,9 +81,7 @@ def _titles(chart: ET.Element) -> Iterator[str]:
 
 def controls_in(package: Package, path: str) -> Iterator[str]:
     """The texts of a sheet's form fields, those that can be ticked after [x] or [ ]. Raises `ParseError`."""
-    with package.open(path) as stream:
-        root = ET.parse(stream).getroot()
-    for shape in each(root, "shape"):
+    for shape in each(package.tree(path), "shape"):
         for data in each(shape, "ClientData"):
             boxes = each(shape, "textbox")
             label = " ".join("".join(box.itertext()) for box in boxes)
