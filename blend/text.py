@@ -6,6 +6,7 @@ import ipaddress
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from blend.errors import ConfigError
@@ -63,6 +64,25 @@ def json_text(document: Any, **options: Any) -> str:
     """
     text = json.dumps(document, ensure_ascii=False, **options)
     return _BEYOND_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def json_parts(document: Any, depth: int = 6, **options: Any) -> Iterator[str]:
+    """The parts of `json_text`, so that no call of the library takes long and other threads get their turns between them.
+
+    depth: of the dicts and lists whose entries are parts.
+    """
+    if not depth or not document or not isinstance(document, dict | list):
+        yield json_text(document, **options)
+        return
+    is_dict = isinstance(document, dict)
+    separator = "{" if is_dict else "["
+    for name in document:
+        yield separator
+        separator = ", "
+        if is_dict:
+            yield f"{json_text(name)}: "
+        yield from json_parts(document[name] if is_dict else name, depth - 1, **options)
+    yield "}" if is_dict else "]"
 
 
 def finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TypeVar
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -19,9 +20,10 @@ from blend.serve.http.state import state_of
 from blend.serve.http.submission import EventChannel, failure_in, is_last, submit
 from blend.serve.http.tracing import entry_of
 from blend.serve.request import ToolCall
-from blend.text import finite, json_text
+from blend.text import finite, json_parts, json_text
 
 BodyT = TypeVar("BodyT", bound=CommonBody)
+_MOST_ENTRIES = 2_000  # that a reply is made of in the event loop: some ms
 _LEAST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
 _KEEP_ALIVE = b": keep-alive\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -44,7 +46,21 @@ async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[
         channel.close()
         raise
     channel.close()
-    return json_response(reply.whole(events))
+    if _entries(events) < _MOST_ENTRIES:
+        return json_response(reply.whole(events))
+    return await run_in_threadpool(_long_response, reply, events)
+
+
+def _entries(events: Sequence[Event]) -> int:
+    """How many tokens and alternatives a reply may have."""
+    tokens = (token for event in events if isinstance(event, Output) for token in event.tokens)
+    return sum(1 + len(token.top) for token in tokens)
+
+
+def _long_response(reply: Reply, events: Sequence[Event]) -> Response:
+    """A whole reply, made beside the event loop in pieces, so that no other stream waits for it."""
+    document = "".join(json_parts(reply.whole(events), allow_nan=False))
+    return Response(document, media_type="application/json")
 
 
 class EventStream(StreamingResponse):
