@@ -1,6 +1,8 @@
 """A list of uploads that is damaged: what waits goes on, nothing is lost, and nothing that was deleted comes back."""
 
+import os
 import sqlite3
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -110,6 +112,35 @@ def test_a_later_version_of_the_list_stays_as_it_is(incoming: Path, queue: Uploa
         assert uploads.leaving() == {"quarry"}
     statement(incoming / "uploads.sqlite", "PRAGMA user_version = 1")
     assert len(waiting(queue)) == 4
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """No user whom permissions do not bind."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_list_without_permission_is_not_damaged(
+    incoming: Path, queue: UploadQueue, request: pytest.FixtureRequest
+) -> None:
+    """It stays at its place, and what is being deleted stays hidden."""
+    for path in (incoming, *incoming.iterdir()):
+        os.chown(path, 65534 if os.geteuid() == 0 else -1, -1)
+    for folder in [*incoming.parents][:-2]:
+        folder.chmod(folder.stat().st_mode | 0o055)
+    queue.path.chmod(0)
+    request.getfixturevalue("unprivileged")
+    uploads = UploadQueue(incoming)
+    for change in (uploads.waiting, lambda: uploads.put([Upload("text", "new", "New", b"text")])):
+        with pytest.raises(StoreError, match=r"documents cannot be kept in .*Permission denied"):
+            change()
+    assert uploads.leaving() == {"quarry"}
+    queue.path.chmod(0o600)
+    assert len(waiting(uploads)) == 4
 
 
 def test_a_log_of_another_list_is_not_read(incoming: Path, queue: UploadQueue, tmp_path: Path) -> None:

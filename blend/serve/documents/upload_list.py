@@ -13,7 +13,6 @@ its upload was not acknowledged, or its row is lost. Either way it is taken in, 
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -388,11 +387,14 @@ class UploadList:
             raise StoreNotWritableError(f"documents cannot be kept in {self.folder} ({self._words(error)})") from error
 
     def _words(self, error: Exception) -> str:
+        """Why SQLite or the disk refuses. SQLite does not say why it cannot open a file."""
         if isinstance(error, OSError):
             return error.strerror or str(error)
-        if self.path.is_file() and not os.access(self.path, os.R_OK):
-            return f"{self.path.name}: Permission denied"
-        return str(error)
+        try:
+            with self.path.open("rb"):
+                return str(error)
+        except OSError as reason:
+            return f"{self.path.name}: {reason.strerror}"
 
 
 def chunks_of(rows: Iterable[Sequence[str]]) -> list[Tokens]:
