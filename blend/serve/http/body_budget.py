@@ -49,11 +49,11 @@ class BodyBudget:
             if self._closed:
                 raise closing()
             message = await body.next(request.receive)
-            more = message.get("more_body", False)
-            if not more:
+            continues = message.get("more_body", False)
+            if not continues:
                 self._remove(body)
             if body.size > most:
-                if more:
+                if continues:
                     await _drain(request.receive, most * _DRAIN_FACTOR)
                 words = f"the body is larger than {most:,} bytes, all that a request may bring"
                 raise refuse(words, None, "body_too_large", 413)
@@ -104,11 +104,11 @@ class BodyBudget:
         """
         if not self._arriving:
             return None
-        sizes = {client: sum(other.counted for other in bodies) for client, bodies in self._arriving.items()}
+        sizes = {client: sum(candidate.counted for candidate in bodies) for client, bodies in self._arriving.items()}
         client = max(sizes, key=lambda name: sizes[name])
-        large = [other for other in self._arriving[client] if other.counted and other is not body]
+        large = [candidate for candidate in self._arriving[client] if candidate.counted and candidate is not body]
         if client == body.client:
-            large = [other for other in large if other.age > _SLOW_S]
+            large = [candidate for candidate in large if candidate.age > _SLOW_S]
         return min(large, key=ArrivingBody.speed, default=None)
 
     def _remove(self, body: ArrivingBody) -> None:

@@ -110,8 +110,8 @@ def _without_authority(target: bytes, fields: list[tuple[bytes, bytes]]) -> tupl
     path = absolute[2] or b"/"
     if path.startswith(b"?"):
         path = b"/" + path
-    others = [field for field in fields if field[0].lower() != b"host"]
-    return path, [(b"Host", absolute[1]), *others]
+    without_host = [field for field in fields if field[0].lower() != b"host"]
+    return path, [(b"Host", absolute[1]), *without_host]
 
 
 class LengthBody:
