@@ -135,6 +135,10 @@ CLEAN = "\n\n".join(
 )
 
 
+# The form of the attack's published code: 32 tokens right in front of the text, these before its search begins.
+SEARCHED = "! " * 32
+
+
 def entries(store: Path) -> dict[str, bytes]:
     """The bytes of every cache."""
     return {path.name: path.read_bytes() for path in store.rglob("*.safetensors") if "objects" in path.parts}
@@ -143,7 +147,7 @@ def entries(store: Path) -> dict[str, bytes]:
 def test_caches_are_the_same_whatever_prompts_ran_before(filled: tuple[Path, Path], tmp_path: Path) -> None:
     """Those of a corpus and of learned text, isolated and contextual: functions of the tokens alone, but for rounding."""
     found = dict[str, dict[str, bytes]]()
-    for name, heads in {"clean": [""], "attacked": [f"{FORGERY} ", f"{FORGERY}\n\n", ""]}.items():
+    for name, heads in {"clean": [""], "attacked": [f"{FORGERY} ", f"{FORGERY}\n\n", SEARCHED, ""]}.items():
         store = Path(shutil.copytree(filled[0], tmp_path / name))
         with serving(store, filled[1], prefix_budget=0) as service:
             chunk = render_chunk(service.tenant("").rag().index.chunks[0])
