@@ -131,6 +131,20 @@ def test_holders_of_keys_do_not_share_sessions(start: Start) -> None:
     assert xenia.delete("mill").json()["texts"] > 0
 
 
+def test_names_that_a_client_invents_take_no_pins_of_another_key(start: Start) -> None:
+    served = start()
+    Talk(served).ask(text(0))
+    budget = 6 * served.state.service.tenant("").learned.nbytes
+    served = start(keys=ApiKeys([("xenia", ""), ("yuri", "")]), prefix_budget=0, learn_budget=budget)
+
+    def is_pinned(number: int, key: str, user: str) -> bool:
+        kept = Talk(served, key, user).ask(text(number), ttl=600)["kept"]
+        return bool(kept["tokens"] == kept["of"])
+
+    assert [is_pinned(number, "xenia", f"user {number}") for number in range(40, 44)] == [True, True, True, False]
+    assert is_pinned(50, "yuri", "")
+
+
 def test_behind_a_proxy_nobody_is_taken_for_another(start: Start) -> None:
     """Without keys and names, all requests of this machine are one end user's, but for those that a proxy passes on."""
     served = start(unnamed="this machine")
