@@ -78,7 +78,7 @@ class ChunkStore:
         Raises `StoreError` where it is sealed with another key.
         """
         check, content = self.read_manifest(SEALED)
-        if check is None:
+        if not check:  # a copy of nothing is empty
             return False
         if content is None:
             which = "a"

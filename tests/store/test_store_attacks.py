@@ -387,7 +387,7 @@ def test_what_another_key_sealed_is_not_removed_as_damaged(tmp_path):
     sealed.put(key(1), cache(1))
     sealed.write_artifact("map", b"content")
     mark = root / "kv" / "sealed"
-    mark.write_bytes(b"")  # damaged
+    mark.write_bytes(b"damaged")
     result = CliRunner().invoke(command, ["verify", "--delete", "--store", str(root)])
     assert isinstance(result.exception, StoreError)
     assert_holds(sealed, key(1), cache(1))
