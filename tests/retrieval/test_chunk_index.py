@@ -143,6 +143,15 @@ def test_without_a_manifest_half_a_generation_salvages_nothing(tmp_path, bag):
         salvaged(tmp_path)
 
 
+def test_an_earlier_generation_than_the_manifest_names_salvages_nothing(tmp_path, bag):
+    update_index(tmp_path, chunks("a", "b"), bag)
+    update_index(tmp_path, chunks("b", "c"), bag)
+    for name in json.loads((tmp_path / "manifest.json").read_text())["files"]:
+        (tmp_path / name).unlink()
+    with pytest.raises(IndexDamagedError, match="so are its texts"):
+        salvaged(tmp_path)
+
+
 def test_a_later_version_of_an_index_is_not_damaged(tmp_path, bag):
     update_index(tmp_path, chunks("a", "b"), bag)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
