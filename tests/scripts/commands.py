@@ -1,8 +1,10 @@
 """The repository's scripts: in processes of their own, and in this one, which has loaded what they import."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -42,3 +44,10 @@ def main(name, *arguments):
         for variable, value in ENVIRONMENT.items():
             patch.setenv(variable, value)
         return int(module(name).main() or 0)
+
+
+def printed(name, *arguments):
+    """What the script prints, run in this process; it must succeed."""
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(name, *arguments) == 0
+    return out.getvalue()

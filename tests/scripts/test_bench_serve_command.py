@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from commands import main, output
+from commands import main, printed
 
 import _load
 import _servers
@@ -18,8 +18,8 @@ NAMES, RATES = ("blend", "blend --full"), (4.0, 6.0)
 
 def test_one_command_measures_all_servers(tmp_path):
     file = tmp_path / "r.json"
-    printed = output("bench_serve", "--json", file, "--tiny", "--picture", tmp_path / "serve.png")
-    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in printed
+    shown = printed("bench_serve", "--json", file, "--tiny", "--picture", tmp_path / "serve.png")
+    assert "requests/s with p95 TTFT <= 20 s: blend >= 6, blend --full >= 6" in shown
     held = json.loads(file.read_text())
     rows = {(row["server"], row["rate"]): row["samples"] for row in held["load"]}
     assert list(rows) == [(name, rate) for name in NAMES for rate in RATES]

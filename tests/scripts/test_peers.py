@@ -4,7 +4,7 @@ import json
 import sys
 from types import SimpleNamespace
 
-from commands import module, output
+from commands import module, printed
 
 from tests.tiny_model import save_tiny_model
 
@@ -54,12 +54,12 @@ def test_both_arms_are_asked_the_same(tmp_path):
     model = save_tiny_model(tmp_path / "tiny", "The harbour of town 1 has 12 gates.")
     given = ("--json", tmp_path / "p.json", "--environments", tmp_path, "--model", model, "--only", "rag-qa-quality")
     asked = ("bench_peers", *given, "--threads", 1, "--requests", 3)
-    first = output(*asked)
+    first = printed(*asked)
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     assert [(row["arm"], row["requests"], row["f1"]) for row in rows] == [("blend", 3, 0.25), ("blend --full", 3, 0.25)]
     assert "rag-qa-quality: median TTFT is 1.00 times as short as with --full" in first
     (tmp_path / "lmcache" / "bin" / "lmcache").unlink()
-    assert output(*asked) == first, "every row was there"
+    assert printed(*asked) == first, "every row was there"
 
 
 def test_arms_that_were_asked_other_prompts_are_not_compared():
@@ -84,8 +84,8 @@ def test_a_suite_is_run_against_our_address_and_model(tmp_path):
     (unit / "test_chat_completion.py").write_text(SUITE)
     (unit / "test_slots.py").write_text("import a_module_that_is_not_there\n\ndef test_slots(): ...\n")
     options = ("--environments", tmp_path, "--sources", tmp_path / "sources", "--only", "llama.cpp")
-    printed = output("peer_tests", *options)
-    assert "| llama.cpp | 1 | 1 | 2 |" in printed
+    shown = printed("peer_tests", *options)
+    assert "| llama.cpp | 1 | 1 | 2 |" in shown
     failed = "1 x AssertionError: assert 400 == 200: test_chat_completion.py::test_grammar_is_taken"
-    assert f"FAILED llama.cpp, {failed}" in printed
-    assert "| llama.cpp | 2 | llama.cpp's own endpoint or field |" in printed
+    assert f"FAILED llama.cpp, {failed}" in shown
+    assert "| llama.cpp | 2 | llama.cpp's own endpoint or field |" in shown
