@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import chain
-from math import inf
+from math import exp2, inf
 from typing import Generic, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -25,7 +25,10 @@ Client = TypeVar("Client", bound=Hashable)
 Item = TypeVar("Item")
 Slices = Generator[None, None, T]
 """Work in slices: each step runs in a thread, and another client may have its turn before the next."""
+LITTLE_USE_S = 5.0
 _RECENT = 0.2  # weight of the latest request in the mean
+_HALF_LIFE_S = 60.0
+_FORGOTTEN_S = 0.01
 
 
 class TurnQueue(Generic[Client, Item]):
@@ -50,9 +53,13 @@ class TurnQueue(Generic[Client, Item]):
         if len(self) > self._most:
             self._take_oldest(max(self._items, key=lambda name: len(self._items[name])))
 
-    def pop(self, eligible: Callable[[Client], bool] = lambda client: True) -> tuple[Client, Item] | None:
-        """Remove and return the next item of the eligible clients, with its client; None without one."""
-        client = next(filter(eligible, self._items), None)
+    def pop(
+        self,
+        eligible: Callable[[Client], bool] = lambda client: True,
+        rank: Callable[[Client], float] = lambda client: 0,
+    ) -> tuple[Client, Item] | None:
+        """Remove and return the next item of the eligible clients of least rank, with its client; None without one."""
+        client = min(filter(eligible, self._items), key=rank, default=None)
         return None if client is None else (client, self._take_oldest(client))
 
     def clear(self) -> list[Item]:
@@ -70,6 +77,24 @@ class TurnQueue(Generic[Client, Item]):
         return item
 
 
+class RecentUse:
+    """How long clients occupied places lately. A second counts half after a minute. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds = dict[str, tuple[float, float]]()  # of each client, and when they were counted
+
+    def add(self, client: str, seconds: float) -> None:
+        """Count seconds that end now."""
+        total = self.seconds(client) + seconds
+        self._seconds = {name: entry for name, entry in self._seconds.items() if self.seconds(name) > _FORGOTTEN_S}
+        self._seconds[client] = (total, time.monotonic())
+
+    def seconds(self, client: str) -> float:
+        """The seconds of a client, older ones counted less."""
+        seconds, at = self._seconds.get(client, (0.0, 0.0))
+        return seconds * exp2((at - time.monotonic()) / _HALF_LIFE_S)
+
+
 class Turns:
     """Places in which clients work in turn. Threads may share it; `run` is for one event loop.
 
@@ -77,13 +102,19 @@ class Turns:
         places: slices that run at a time.
         share: places of one client.
         most: requests of `run` that run or wait; half of them at most are of one client.
+        use: what `leave` counts; clients of little use come first.
+        reserved: places for clients of less than `LITTLE_USE_S`.
 
     """
 
-    def __init__(self, places: int, share: int, most: float = inf) -> None:
+    def __init__(
+        self, places: int, share: int, most: float = inf, *, use: RecentUse | None = None, reserved: int = 0
+    ) -> None:
         self._places = places
         self._share = share
         self._most = most
+        self._use = use or RecentUse()
+        self._reserved = reserved
         self._threads = CapacityLimiter(places)
         self._lock = threading.Lock()
         self._requests = Counter[str]()  # of each client
@@ -139,6 +170,16 @@ class Turns:
         finally:
             self._leave(client)
 
+    def line_up(self, client: str) -> Future[None]:
+        """What is done when a place is the client's; then it must `leave`. Raises the error of `close`."""
+        return self._line_up(client)
+
+    def leave(self, client: str, place: Future[None], seconds: float) -> None:
+        """Give a place back that was occupied for so long, or do not wait for it any longer."""
+        with self._lock:
+            self._use.add(client, seconds)
+        self._give_up(client, place)
+
     def close(self, error: Callable[[], Exception]) -> None:
         """End all work before its next slice with this error."""
         with self._lock:
@@ -177,13 +218,18 @@ class Turns:
     def _give_places(self) -> None:
         """Give free places to the clients whose turn it is."""
         while self.running < self._places:
-            turn = self._waiting.pop(lambda client: self._running[client] < self._share)
+            turn = self._waiting.pop(self._may_run, self._use.seconds)
             if turn is None:
                 return
             client, place = turn
             if place.set_running_or_notify_cancel():
                 self._running[client] += 1
                 place.set_result(None)
+
+    def _may_run(self, client: str) -> bool:
+        if self._running[client] >= self._share:
+            return False
+        return self.running < self._places - self._reserved or self._use.seconds(client) < LITTLE_USE_S
 
 
 def _run_slice(work: Slices[T]) -> tuple[T] | None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, BinaryIO
 
 from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, valid_name
@@ -22,6 +22,8 @@ from blend_retrieval.limited import restrict, start_process
 from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
 from blend_retrieval.readers import TEXT_FIELD
 
+FIRST_MEMORY = 1 << 29
+"""Bytes of memory of a first try. Readers of small files take 50 to 150 MB."""
 WALL_PER_CPU_SECOND = 10  # a busy machine gives this process a tenth of a processor
 _LOOK_S = 0.2
 
@@ -30,13 +32,47 @@ class StoppedError(Exception):
     """The reader was closed before it read the file; the file has no fault."""
 
 
+class BeyondLimitsError(Exception):
+    """The file takes more time or memory than its reader may have, or has ended its reader.
+
+    loaded: the file as one that is left out, with the reason.
+    """
+
+    def __init__(self, loaded: LoadedDocuments) -> None:
+        super().__init__(loaded.skipped[0].reason)
+        self.loaded = loaded
+
+
 @dataclass(frozen=True)
 class ReadingLimits:
-    """Limits of reading one file: processor seconds, bytes of memory, characters of text."""
+    """Limits of reading one file.
 
-    seconds: float = 60.0
-    memory: int = 4 << 30
+    Attributes:
+        seconds, seconds_a_megabyte: of a processor, for any file and for each 10^6 bytes of it.
+        most_seconds: for the largest file.
+        first_seconds: for a first try of any file.
+        memory: bytes of address space.
+        characters: of its text.
+
+    """
+
+    seconds: float = 10.0
+    seconds_a_megabyte: float = 12.0
+    most_seconds: float = 120.0
+    first_seconds: float = 3.0
+    memory: int = 5 << 29
     characters: int = 32 << 20
+
+    def seconds_for(self, nbytes: int) -> float:
+        """Processor seconds for a file of this size."""
+        return min(self.seconds + self.seconds_a_megabyte * nbytes / 1e6, self.most_seconds)
+
+    @property
+    def of_first_try(self) -> ReadingLimits:
+        """Limits under which nearly all files can be read."""
+        seconds = min(self.most_seconds, self.first_seconds)
+        memory = min(self.memory, FIRST_MEMORY)
+        return replace(self, most_seconds=seconds, memory=memory)
 
 
 class IsolatedReader:
@@ -63,12 +99,23 @@ class IsolatedReader:
             StoppedError: the reader is closed.
             OSError: no process can be started.
         """
-        request = {"name": name, "text_field": text_field, "limits": asdict(self._limits)}
+        try:
+            return self.attempt(name, data, text_field, require)
+        except BeyondLimitsError as error:
+            return error.loaded
+
+    def attempt(
+        self, name: str, data: bytes, text_field: str = TEXT_FIELD, require: Callable[[], None] = lambda: None
+    ) -> LoadedDocuments:
+        """Read a file like `read`. Raises `BeyondLimitsError` too, for a file that higher limits may suffice for."""
+        seconds = self._limits.seconds_for(len(data))
+        limits = {**asdict(self._limits), "seconds": seconds}
+        request = {"name": name, "text_field": text_field, "limits": limits}
         head = json.dumps(request).encode()
         with self._lock:
             self._require_open()
             self.process = start_process("blend_retrieval.isolated", head + b"\n" + data)
-        deadline = time.monotonic() + self._limits.seconds * WALL_PER_CPU_SECOND
+        deadline = time.monotonic() + seconds * WALL_PER_CPU_SECOND
         late = False
         answer = None
         with self.process as process:
@@ -84,10 +131,14 @@ class IsolatedReader:
                     self.process = None
         self._require_open()
         if answer is None or process.returncode == -signal.SIGXCPU:
-            return _left_out(name, f"takes more than {self._limits.seconds:,.0f} s to be read: divide it")
+            raise BeyondLimitsError(_left_out(name, f"takes more than {seconds:,.0f} s to be read: divide it"))
         if process.returncode:
-            return _left_out(name, f"cannot be read: its reader ended with {process.returncode}")
-        return _parsed(answer)
+            reason = f"cannot be read: its reader ended with {process.returncode}"
+            raise BeyondLimitsError(_left_out(name, reason))
+        loaded = _parsed(answer)
+        if any(OUT_OF_MEMORY in part.reason for part in loaded.skipped):
+            raise BeyondLimitsError(loaded)
+        return loaded
 
     def close(self) -> None:
         """Stop the running process. Later reads raise `StoppedError`."""

@@ -13,7 +13,7 @@ from blend_retrieval.document import SkippedDocument
 from blend_retrieval.isolated import IsolatedReader, ReadingLimits, StoppedError
 from blend_retrieval.loading import load_bytes
 
-SLOW = "slow.html", b"<p>a <b>word</b></p>\n" * 600_000  # many seconds for its parser
+SLOW = "slow.rst", b"*a* ``b`` c\n\n" * 100_000  # many seconds for its parser
 
 
 def reasons(found):
@@ -41,7 +41,7 @@ def test_it_reads_what_is_read_here(name, data):
 @pytest.mark.parametrize(
     ("limits", "file", "reason"),
     [
-        (ReadingLimits(seconds=1), SLOW, "takes more than 1 s to be read: divide it"),
+        (ReadingLimits(seconds=1, seconds_a_megabyte=0), SLOW, "takes more than 1 s to be read: divide it"),
         (
             ReadingLimits(memory=200 << 20),
             ("a.jsonl", b'{"text": "%s"}' % (b"word " * (20 << 20))),
@@ -63,7 +63,7 @@ def test_what_goes_beyond_the_limits_is_left_out(limits, file, reason):
 
 def test_a_process_that_waits_is_ended_too(monkeypatch):
     monkeypatch.setattr("blend_retrieval.isolated.WALL_PER_CPU_SECOND", 0.02)
-    assert reasons(IsolatedReader(ReadingLimits(seconds=10)).read(*SLOW)) == [
+    assert reasons(IsolatedReader(ReadingLimits(seconds=10, seconds_a_megabyte=0)).read(*SLOW)) == [
         "takes more than 10 s to be read: divide it"
     ]
 

@@ -152,20 +152,20 @@ def test_a_document_that_a_bug_has_failed_may_be_tried_again(
     assert states(documents) == {"mill.md": "ready"}
 
 
-SLOW = UploadedFile("slow.html", b"<p>a <b>word</b></p>\n" * 600_000)
+SLOW = UploadedFile("slow.rst", b"*a* ``b`` c\n\n" * 100_000)
 
 
 def test_closing_does_not_wait_for_a_file_that_is_read_and_a_slow_one_fails_alone(
     documents: Documents, make: Make
 ) -> None:
     documents.add([SLOW, page("harbour", 2), page("mill", 2)])
-    until(lambda: states(documents)["slow.html"] == "reading")
+    until(lambda: states(documents)["slow.rst"] == "reading")
     closed(documents)
-    assert states(documents)["slow.html"] == "queued"
-    again = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1)))
+    assert states(documents)["slow.rst"] == "queued"
+    again = make(limits=DocumentLimits(reading=ReadingLimits(seconds=1, seconds_a_megabyte=0)))
     assert again.wait(LAST_S)
-    assert states(again) == {"harbour.md": "ready", "mill.md": "ready", "slow.html": "failed"}
-    assert status_of(again, "slow.html").reason == "slow.html takes more than 1 s to be read: divide it"
+    assert states(again) == {"harbour.md": "ready", "mill.md": "ready", "slow.rst": "failed"}
+    assert status_of(again, "slow.rst").reason == "slow.rst takes more than 1 s to be read: divide it"
 
 
 def test_closing_waits_for_no_text_that_is_divided(documents: Documents) -> None:
@@ -261,8 +261,8 @@ def test_of_a_deleted_document_nothing_stays_in_memory(documents: Documents, slo
 
 def test_a_deletion_ends_the_reading(rag: Rag, documents: Documents) -> None:
     documents.add([SLOW])
-    until(lambda: states(documents) == {"slow.html": "reading"})
-    assert delete(documents, "slow.html")
+    until(lambda: states(documents) == {"slow.rst": "reading"})
+    assert delete(documents, "slow.rst")
     assert documents.wait(LAST_S)
     assert documents.listing() == ()
     assert left(rag) == []

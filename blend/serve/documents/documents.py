@@ -11,11 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from blend.errors import ConfigError, StoreError
 from blend.layout import Tokens
 from blend.serve.documents.caches import CalibrateCorpus, CorpusUpdater, current_index
+from blend.serve.documents.lanes import ReaderLanes
 from blend.serve.documents.queue import INCOMING, CacheProgress, UploadQueue
 from blend.serve.documents.uploads import (
     DocumentLimits,
@@ -41,12 +42,19 @@ if TYPE_CHECKING:
 
 _ORDER: tuple[DocumentState, ...] = ("failed", "queued", "reading", "indexing", "computing", "ready")
 _LOOK_S = 0.1
-_INDEXING, _SHARE = 3, 2  # corpora that read or index at a time, each with all the memory of its limits; of one tenant
+_INDEXING, _SHARE = 3, 2  # corpora that index at a time; of one tenant
 
 
-def indexing_turns() -> Turns:
-    """Turns of tenants whose documents are read and indexed. Documents that share them are closed together."""
-    return Turns(_INDEXING, _SHARE)
+class IndexingTurns(NamedTuple):
+    """Turns of tenants whose documents are indexed, and lanes for reading. Documents that share them are closed together."""
+
+    turns: Turns
+    lanes: ReaderLanes
+
+
+def indexing_turns() -> IndexingTurns:
+    """Turns for all corpora of a server."""
+    return IndexingTurns(Turns(_INDEXING, _SHARE), ReaderLanes())
 
 
 class Documents:
@@ -68,7 +76,7 @@ class Documents:
         on_gone: Callable[[Collection[Tokens]], None] = lambda texts: None,
         limits: DocumentLimits | None = None,
         tenant: str = "",
-        turns: Turns | None = None,
+        turns: IndexingTurns | None = None,
     ) -> None:
         self._rag = rag
         self._limits = limits or DocumentLimits()
@@ -76,7 +84,7 @@ class Documents:
         self._putting = threading.Lock()
         self._updater = CorpusUpdater(rag, self._queue, on_gone)
         self._worker = CorpusWorker(
-            self._updater, self._queue, compute, calibrate, self._limits, turns or indexing_turns(), tenant
+            self._updater, self._queue, compute, calibrate, self._limits, *(turns or indexing_turns()), tenant
         )
 
     def add(

@@ -7,26 +7,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from blend.corpus import DividedDocuments
 from blend.errors import ConfigError, StoreError, StoreNotWritableError, first_line
 from blend.files import make_private_folder, set_aside
+from blend.serve.documents.batches import Batch, together
 from blend.serve.documents.caches import CorpusCaches, CorpusUpdater
+from blend.serve.documents.lanes import ReaderLanes
 from blend.serve.documents.queue import GivenUpError, SupersededError, UploadQueue
 from blend.serve.documents.upload_list import QueuedUpload
-from blend.serve.documents.uploads import DocumentLimits, Upload
+from blend.serve.documents.uploads import DocumentLimits, file_of
 from blend.serve.failures import CLIENT_ERRORS, is_transient, log_failure, reason_of
 from blend.serve.turns import Turns
 from blend_retrieval import Document
+from blend_retrieval.document import LoadedDocuments
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.isolated import IsolatedReader, StoppedError
+from blend_retrieval.isolated import BeyondLimitsError, ReadingLimits, StoppedError
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from blend.serve.documents.caches import CalibrateCorpus
     from blend.serve.engine.background import Compute
 
-MOST_AT_ONCE = 16  # uploads that are indexed together
-MOST_BYTES_AT_ONCE = 1 << 20
 PAUSE_S = 5.0  # after a transient failure
 RETRY_S = 30.0  # how often failed caches are tried again
 LAST_S = 10.0  # how long `close` waits for the thread
@@ -46,44 +44,10 @@ _NO_FAULT = (StoreError, OSError, StoppedError, SupersededError)
 """Failures for which an upload that is worked on is not to blame."""
 
 
-@dataclass(eq=False)
-class _Batch:
-    """Uploads that are indexed together, all to be removed or none; without any, the index is looked at.
-
-    Attributes:
-        steps: reads, divides and embeds their documents; pauses often.
-        begun: the upload that is worked on.
-        documents: those that are divided and embedded.
-        outcomes: by the numbers of uploads of which something was left out: their state, and what.
-
-    """
-
-    uploads: list[QueuedUpload]
-    steps: Generator[None, None, None] = field(init=False)
-    begun: QueuedUpload | None = None
-    documents: list[DividedDocuments] = field(default_factory=list)
-    outcomes: dict[int, tuple[Literal["ready", "failed"], str]] = field(default_factory=dict)
-
-    @property
-    def removed(self) -> list[str]:
-        """The uploads that are to leave the index."""
-        return [queued.upload.id for queued in self.uploads if queued.upload.kind == "delete"]
-
-    @property
-    def divided(self) -> DividedDocuments:
-        """All documents together."""
-        return DividedDocuments(
-            frozenset().union(*(documents.ids for documents in self.documents)),
-            [chunk for documents in self.documents for chunk in documents.chunks],
-            {name: vector for documents in self.documents for name, vector in documents.vectors.items()},
-            {name: ids for documents in self.documents for name, ids in documents.tokens.items()},
-        )
-
-
 class CorpusWorker:
     """Works on one corpus: on uploads first, because indexed documents can be retrieved, then on caches.
 
-    turns: among the corpora of all tenants, for reading and indexing. tenant: whose corpus this is.
+    turns: among the corpora of all tenants, for indexing. lanes: for reading. tenant: whose corpus this is.
     changed: guards `caches` and `problem`; notified at every change.
     problem: the transient failure that is being retried, in the error's words; empty without one.
     """
@@ -96,6 +60,7 @@ class CorpusWorker:
         calibrate: CalibrateCorpus | None,
         limits: DocumentLimits,
         turns: Turns,
+        lanes: ReaderLanes,
         tenant: str,
     ) -> None:
         self._updater = updater
@@ -103,13 +68,14 @@ class CorpusWorker:
         self._limit = limits.documents
         self._turns = turns
         self._tenant = tenant
-        self._reader = IsolatedReader(limits.reading)
+        self._lanes = lanes
+        self._reading = limits.reading
         self._owner = self._look = self._closed = False
         self._working = True
         self.changed = threading.Condition()
-        self.caches = CorpusCaches(compute, calibrate, self.changed, lambda: self._closed or self._waits())
+        self.caches = CorpusCaches(compute, calibrate, self.changed, lambda: self._closed or self._is_due())
         self.problem = ""
-        self._begun: list[_Batch] = []
+        self._begun: list[Batch] = []
         self._noticed = False
         self._thread = threading.Thread(target=self._run, name="kvblend-documents", daemon=True)
         self._thread.start()
@@ -138,7 +104,7 @@ class CorpusWorker:
             self._closed = True
             self.changed.notify_all()
         self._turns.close(StoppedError)
-        self._reader.close()
+        self._lanes.close(StoppedError)
         self._thread.join(LAST_S)
 
     def _run(self) -> None:
@@ -149,6 +115,8 @@ class CorpusWorker:
             if self._take_lock(lock):
                 while self._wait():
                     self._work()
+            for batch in self._begun:
+                batch.steps.close()
             with suppress(StoreError):  # the next owner counts it as a try
                 self._queue.put_back([upload for batch in self._begun for upload in batch.uploads])
         finally:
@@ -183,7 +151,7 @@ class CorpusWorker:
         until = time.monotonic() + RETRY_S
         with self.changed:
             self._working = False
-            while not (self._closed or self._look or self.caches.due or self._waits()):
+            while not (self._closed or self._look or self.caches.due or self._is_due()):
                 self.changed.notify_all()
                 self.changed.wait(LOOK_S)
                 if time.monotonic() > until:
@@ -204,6 +172,19 @@ class CorpusWorker:
         with suppress(StoreError):
             return self._queue.is_waiting()
         return False
+
+    def _is_due(self) -> bool:
+        """Whether an upload can be worked on, or one that is being read was superseded."""
+        if not any(batch.is_reading for batch in self._begun):
+            return self._waits()
+        with suppress(StoreError):
+            return self._first_workable(self._queue.waiting()) is not None
+        return False
+
+    def _notify(self) -> None:
+        """Wake the thread: a file was read, or may be."""
+        with self.changed:
+            self.changed.notify_all()
 
     def _work(self) -> None:
         """Do what is most urgent: index a batch, look at the index, or compute caches. After a failure, pause."""
@@ -238,23 +219,60 @@ class CorpusWorker:
             self.problem = problem
             self.changed.notify_all()
 
-    def _next_batch(self) -> _Batch | None:
-        """The batch of the first upload that waits, or one that looks at the index; None without either."""
+    def _next_batch(self) -> Batch | None:
+        """The batch of the first upload that can be worked on, or one that looks at the index; None without either."""
         waiting = self._queue.waiting()
         numbers = {upload.number for upload in waiting}
-        self._begun = [batch for batch in self._begun if numbers & {queued.number for queued in batch.uploads}]
-        batch_of = {queued.number: batch for batch in self._begun for queued in batch.uploads}
-        if waiting and waiting[0].number in batch_of:
-            return batch_of[waiting[0].number]
-        if not (waiting or self._look):
+        for batch in self._begun:
+            if not numbers & batch.numbers:
+                batch.steps.close()
+        self._begun = [batch for batch in self._begun if numbers & batch.numbers]
+        workable = self._first_workable(waiting)
+        if isinstance(workable, Batch):
+            return workable
+        if workable is None and not self._look:
             return None
-        self._look = self._look and bool(waiting)
-        batch = _Batch(list(_together(upload for upload in waiting if upload.number not in batch_of)))
+        self._look = self._look and workable is not None
+        batch = Batch(list(together(filter(self._can_begin(), waiting))))
         batch.steps = self._steps(batch)
         self._begun.append(batch)
         return batch
 
-    def _index(self, batch: _Batch) -> None:
+    def _first_workable(self, waiting: Sequence[QueuedUpload]) -> Batch | QueuedUpload | None:
+        """A batch whose uploads were superseded, or the first upload that can be worked on, as its batch if that has begun."""
+        numbers = {upload.number for upload in waiting}
+        for batch in self._begun:
+            if not batch.numbers <= numbers:
+                return batch
+        batch_of = {number: batch for batch in self._begun for number in batch.numbers}
+        can_begin = self._can_begin()
+        for queued in waiting:
+            begun = batch_of.get(queued.number)
+            if begun is not None and not begun.is_reading:
+                return begun
+            if begun is None and can_begin(queued):
+                return queued
+        return None
+
+    def _can_begin(self) -> Callable[[QueuedUpload], bool]:
+        """Says of an upload whether it can begin now.
+
+        One file has its first try at a time. Uploads of one file keep their order.
+        """
+        reading = [batch for batch in self._begun if batch.is_reading]
+        files = {file_of(queued.upload.id) or queued.upload.id for batch in reading for queued in batch.uploads}
+        numbers = set[int]().union(*(batch.numbers for batch in self._begun))
+        tries_first = any(not batch.is_long for batch in reading)
+
+        def can_begin(queued: QueuedUpload) -> bool:
+            upload = queued.upload
+            if queued.number in numbers or (tries_first and upload.kind == "file"):
+                return False
+            return (file_of(upload.id) or upload.id) not in files
+
+        return can_begin
+
+    def _index(self, batch: Batch) -> None:
         """Go on with a batch until it is indexed, or others have their turn. Raises `StoppedError`, and transient errors."""
         try:
             if not self._is_divided(batch):
@@ -262,6 +280,7 @@ class CorpusWorker:
                 return
             self._apply(batch)
         except Exception as error:  # no document may end the thread
+            batch.steps.close()
             self._begun.remove(batch)
             self._settle_failed(batch, error)
             return
@@ -274,8 +293,8 @@ class CorpusWorker:
         except (StoreError, OSError) as error:  # the new index is in use; the next look deletes the caches
             self._report(first_line(error), error)
 
-    def _is_divided(self, batch: _Batch) -> bool:
-        """Divide and embed the batch's documents; False if a more urgent upload or another corpus waits.
+    def _is_divided(self, batch: Batch) -> bool:
+        """Read, divide and embed the batch's documents; False if a reader, a more urgent upload or another corpus waits.
 
         Raises `SupersededError`, and what its steps raise.
         """
@@ -293,9 +312,11 @@ class CorpusWorker:
                 next(batch.steps)
             except StopIteration:
                 return True
+            if batch.is_reading:
+                return False
             time.sleep(_BREATH_S)  # yields the interpreter to answering threads: Python's switch interval is 5 ms
 
-    def _steps(self, batch: _Batch) -> Generator[None, None, None]:
+    def _steps(self, batch: Batch) -> Generator[None, None, None]:
         """Read the batch's uploads, and divide and embed their documents; settle those that are at fault.
 
         Raises `StoppedError`, `SupersededError`, and transient errors.
@@ -304,8 +325,9 @@ class CorpusWorker:
         for queued in list(batch.uploads):
             batch.begun = queued
             try:
-                upload = self._queue.take(queued)
-                documents = self._read(batch, queued, upload) if upload.kind != "delete" else ()
+                documents = yield from self._read(batch, queued)
+                if documents is None:
+                    continue
                 self._queue.indexing(queued)
                 yield
                 batch.documents.append((yield from self._updater.divide(documents)))
@@ -316,18 +338,25 @@ class CorpusWorker:
                 self._fail(queued, error)
             batch.begun = None
 
-    def _read(self, batch: _Batch, queued: QueuedUpload, upload: Upload) -> Sequence[Document]:
-        """The documents of an upload; the batch then knows what was left out of it."""
-        if upload.kind == "text":
+    def _read(self, batch: Batch, queued: QueuedUpload) -> Generator[None, None, Sequence[Document] | None]:
+        """The documents of an upload; the batch then knows what was left out of it. None if it has its own batch now."""
+        kind = queued.upload.kind
+        if kind == "delete":
+            self._queue.take(queued)
+            return ()
+        if kind == "text":
+            upload = self._queue.take(queued)
             documents: Sequence[Document] = (Document(upload.id, upload.title, upload.data.decode(), upload.id),)
         else:
-            require = partial(self._queue.require, [queued])
-            documents, skipped = self._reader.read(upload.id, upload.data, upload.text_field, require)
+            loaded = yield from self._loaded(batch, queued)
+            if loaded is None:
+                return None
+            documents, skipped = loaded
             reason = "; ".join(f"{part.source} {part.reason}" for part in skipped)
             if not documents:
-                raise DocumentsError(reason or f"{upload.id} holds no document")
+                raise DocumentsError(reason or f"{queued.upload.id} holds no document")
             if lost := sum(part.lost for part in skipped):
-                is_whole = any(document.id == upload.id for document in documents)
+                is_whole = any(document.id == queued.upload.id for document in documents)
                 batch.outcomes[queued.number] = "ready" if is_whole else "failed", f"{lost:,} left out: {reason}"
             else:
                 batch.outcomes[queued.number] = "ready", reason
@@ -340,14 +369,59 @@ class CorpusWorker:
             )
         return documents
 
-    def _apply(self, batch: _Batch) -> None:
+    def _loaded(self, batch: Batch, queued: QueuedUpload) -> Generator[None, None, LoadedDocuments | None]:
+        """Read a file: within the limits of a first try, then, if that is not enough, in the lane of those that take long.
+
+        Waits for places and readers. None if the other uploads of the batch go on without it.
+        """
+        if not batch.is_long:
+            try:
+                return (yield from self._attempt(batch, queued, self._reading.of_first_try))
+            except BeyondLimitsError:
+                self._queue.put_back([queued])
+            if len(batch.uploads) > 1:
+                self._divide_off(batch, queued)
+                return None
+            batch.is_long = True
+        try:
+            return (yield from self._attempt(batch, queued, self._reading))
+        except BeyondLimitsError as error:
+            return error.loaded
+
+    def _attempt(
+        self, batch: Batch, queued: QueuedUpload, limits: ReadingLimits
+    ) -> Generator[None, None, LoadedDocuments]:
+        place = self._lanes.place(self._tenant, is_long=batch.is_long)
+        try:
+            for batch.awaited in place.wait(self._notify):
+                yield
+            reading = place.read(limits, self._queue.take(queued), self._notify)
+            while True:
+                try:
+                    batch.awaited = next(reading)
+                except StopIteration as end:
+                    loaded: LoadedDocuments = end.value
+                    return loaded
+                yield
+        finally:
+            batch.awaited = None
+            place.leave()
+
+    def _divide_off(self, batch: Batch, queued: QueuedUpload) -> None:
+        """Give a file that takes long a batch of its own."""
+        batch.uploads.remove(queued)
+        alone = Batch([queued], is_long=True)
+        alone.steps = self._steps(alone)
+        self._begun.append(alone)
+
+    def _apply(self, batch: Batch) -> None:
         """Write the index, unless it is empty before and after, and take in what caches it needs."""
         divided = batch.divided
         if divided.ids or self._updater.documents() or self._queue.gone():
             self.caches.reset(*self._updater.apply(divided, batch.removed))
             self._queue.note_progress(self.caches.progress(), anew=True)
 
-    def _settle_failed(self, batch: _Batch, error: Exception) -> None:
+    def _settle_failed(self, batch: Batch, error: Exception) -> None:
         """Queue the uploads of a batch again, or settle them after a bug. Raises the error if it may last."""
         if not (is_transient(error) or isinstance(error, _NO_FAULT) or batch.removed):
             for queued in batch.uploads:
@@ -365,19 +439,3 @@ class CorpusWorker:
         whole = isinstance(error, GivenUpError) or not isinstance(error, CLIENT_ERRORS)
         self._queue.settle(queued, "failed", reason_of(error), whole=whole)
         self.notice()
-
-
-def _together(waiting: Iterator[QueuedUpload]) -> Iterator[QueuedUpload]:
-    """The first uploads that may be indexed together."""
-    nbytes = 0
-    removes: bool | None = None
-    for number, queued in enumerate(waiting):
-        is_removal = queued.upload.kind == "delete"
-        nbytes += queued.nbytes
-        ends = queued.alone or nbytes > MOST_BYTES_AT_ONCE or removes not in (None, is_removal)
-        if number and (ends or number == MOST_AT_ONCE):
-            return
-        yield queued
-        if queued.alone:
-            return
-        removes = is_removal
