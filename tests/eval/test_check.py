@@ -12,6 +12,7 @@ from cases import cache_chunks, make_layout
 from click.testing import CliRunner, Result
 from models import FAMILIES, decoder
 
+import blend.cli.verify
 from blend.cli.verify import command
 from blend.config import BlendConfig
 from blend.errors import QualityError, UndecidedError
@@ -162,12 +163,13 @@ def test_a_model_whose_every_way_is_too_far_gets_full_prefill():
 
 
 @pytest.fixture
-def verify(tmp_path: Path) -> Callable[..., tuple[Result, Any]]:
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, Any]]:
     """Runs `blend verify` over sixteen questions; gives what it returned, and the verdict it wrote."""
     chunks = [{"title": f"Town {i}", "text": f"Town {i} has {i + 3} gates and {i} bells. " * 4} for i in range(5)]
     asked = {"question": "How many gates has town 2?", "answers": ["5"], "chunks": chunks}
     questions, out = tmp_path / "q.jsonl", tmp_path / "v.json"
     questions.write_text("\n".join(json.dumps({**asked, "id": str(number)}) for number in range(16)))
+    monkeypatch.setattr(blend.cli.verify, "REPORT_TOKENS", 8)  # of an answer: shorter ones are measured sooner
 
     def verify(model: Path, *options: str) -> tuple[Result, Any]:
         common = ["--questions", str(questions), "--dtype", "float32", "--json", str(out)]
