@@ -13,9 +13,9 @@ from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 
 _TIME = r"(?:\d+:)?\d{1,2}:\d{2}[.,]\d{1,3}"
 _CUE = re.compile(rf"[ \t]*({_TIME})[ \t]*-->[ \t]*({_TIME})")
-_VOICE = re.compile(r"<v(?:\.[^ \t>]*)?[ \t]+([^>]*)>")
+_VOICE = re.compile(r"<v(?:\.[^ \t>]*)?[ \t]+([^<>]*)>")
 _INNER_TIME = re.compile(rf"<{_TIME}>")
-_TAG = re.compile(r"</?(?:v|c|i|b|u|s|ruby|rt|lang|font|span)(?:[.\s][^>]*)?>|\{\\[^}]*\}", re.IGNORECASE)
+_TAG = re.compile(r"</?(?:v|c|i|b|u|s|ruby|rt|lang|font|span)(?:[.\s][^<>]*)?>|\{\\[^{}]*\}", re.IGNORECASE)
 _BREAK = re.compile(r"<br ?/?>|\\[Nn]", re.IGNORECASE)
 _HEADER = re.compile(r"WEBVTT[ \t]+(?:[-–—][ \t]*)?(.+)")
 _SPEAKER = re.compile(r"(?:^|\n)[-–] ")

@@ -14,7 +14,7 @@ from blend_retrieval.readers.html.html import html_to_markdown
 
 _COLOURS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[()][0-9A-B]")
 _OVERWRITTEN = re.compile(r"[^\n]*\r(?!\n)")
-_PICTURE = re.compile(r"!\[([^\]]*)\]\((attachment:[^)\s]+|data:[^)]*)[^)]*\)")
+_PICTURE = re.compile(r"!\[((?:[^\]!]|!(?!\[))*+)\]\((?:attachment:[^)\s]|data:)(?:[^)!]|!(?!\[))*+\)")
 _FENCE = re.compile(r"`{3,}")
 _OLD_KINDS = {  # names of outputs before version 4
     "text": "text/plain",

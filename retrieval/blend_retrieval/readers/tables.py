@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from blend_retrieval.readers.base import UnreadableError
+
 _NUMBER = re.compile(r"[^\w]*\d[\d.,:'\s/%-]*[^\d]{0,5}")
 _HEADING = re.compile(r"^(?=#{1,6}(?:\s|$))")
 _MOST_HEADER_ROWS = 3
+_MOST_PLACES = 10_000_000  # for cells in a table
 _LEAST_BELOW_PAIRS = 4  # columns of a table, over which rows of two cells are captions
 
 
@@ -47,6 +50,8 @@ def paragraph(text: str) -> str:
 
 def _table(rows: Sequence[dict[int, str]], header_rows: int) -> str:
     columns = sorted(set().union(*rows))
+    if len(columns) * len(rows) > _MOST_PLACES:
+        raise UnreadableError(f"has a table of more than {_MOST_PLACES:,} cells with the empty ones: divide it")
     lines = []
     for filled in rows:
         cells = [filled.get(column, "") for column in columns]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mimetypes
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from email import message_from_bytes, policy
+from email.header import decode_header, make_header
 from email.message import EmailMessage, MIMEPart
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +23,10 @@ _SIGNATURES = ("application/pgp-signature", "application/pkcs7-signature", "appl
 _OUTLOOK = ("application/ms-tnef", "application/vnd.ms-tnef")
 _MESSAGES = ("message/rfc822", "message/global")
 _REPORTS = ("message/delivery-status", "message/disposition-notification", "message/feedback-report")
+_MOST_MAILS = 20  # inside each other
+_MOST_ASKED = 100  # parts of which each is asked for its charset
+_LONGEST_HEADER = 16_000  # characters that the standard library's parser takes, whose time grows with their square
+_LONGEST_KIND = 2000  # characters of a header that says of what kind a part is
 _UNKNOWN = "\ufffd"
 _UNREAD = {
     "image": "is a picture, which is not read",
@@ -27,6 +34,18 @@ _UNREAD = {
     "video": "is a recording, which is not read",
 }
 _ENCODINGS = ("", "7bit", "8bit", "binary", "quoted-printable", "base64", "x-uuencode", "uuencode", "uue", "x-uue")
+
+
+class _Policy(policy.EmailPolicy):
+    """The standard library's policy, which reads no more than the begin of a long header of a part's kind."""
+
+    def header_fetch_parse(self, name: str, value: str) -> Any:
+        """The parsed header."""
+        is_kind = name.lower().startswith("content-")
+        return super().header_fetch_parse(name, value[:_LONGEST_KIND] if is_kind else value)
+
+
+_POLICY: Any = _Policy()  # the parser makes an EmailMessage with it
 
 
 class _Content(NamedTuple):
@@ -39,11 +58,12 @@ class _Content(NamedTuple):
 
 def read_eml(data: bytes, title: str) -> Parts:
     """Read a mail as one document under its subject, and each attachment as documents of its own."""
-    mail = message_from_bytes(data, policy=policy.default)
-    return _mail(mail, title)
+    mail = message_from_bytes(data, policy=_POLICY)
+    return _mail(mail, title, 0)
 
 
-def _mail(mail: MIMEPart, title: str) -> Parts:
+def _mail(mail: MIMEPart, title: str, depth: int) -> Parts:
+    """The documents of a mail. depth: the number of mails around it."""
     headers = [f"{name}: {value}" for name in _HEADERS if (value := _header(mail, name))]
     content = _content(mail, is_body=True)
     text = "\n\n".join(part.text.strip("\r\n") for part in content.texts if part.text.strip())
@@ -56,35 +76,47 @@ def _mail(mail: MIMEPart, title: str) -> Parts:
         *content.faults,
     ]
     names: set[str] = set()
+    counts: Counter[str] = Counter()
     for number, attachment in enumerate(content.attachments, 1):
-        name = _free_name(attachment.get_filename() or f"attachment {number}", names)
-        parts += _attached(attachment, name)
+        name = _free_name(attachment.get_filename() or f"attachment {number}", names, counts)
+        parts += _attached(attachment, name, depth)
     return parts
 
 
 def _header(mail: MIMEPart, name: str) -> str:
     """A header's value, of all headers of this name. One that cannot be parsed comes as it is."""
-    charset = next(filter(None, (part.get_content_charset() for part in mail.walk())), "")
-    values = [_value(name, str(value), charset) for key, value in mail.raw_items() if key.lower() == name.lower()]
+    sources = [str(value) for key, value in mail.raw_items() if key.lower() == name.lower()]
+    charset = "" if all(map(str.isascii, sources)) else _charset(mail)
+    is_long = sum(map(len, sources)) > _LONGEST_HEADER
+    values = [_value(name, source, charset, is_long=is_long) for source in sources]
     return ", ".join(" ".join(value.split()) for value in values if value.strip())
 
 
-def _value(name: str, source: str, charset: str) -> str:
+def _charset(mail: MIMEPart) -> str:
+    """The charset of the first part that names one."""
+    parts = islice(mail.walk(), _MOST_ASKED)
+    return next(filter(None, (part.get_content_charset() for part in parts)), "")
+
+
+def _value(name: str, source: str, charset: str, *, is_long: bool) -> str:
     with suppress(UnicodeError, DecodingError):  # bytes outside ASCII, which no standard allows
         source = decode(source.encode("ascii", "surrogateescape"), charset).text
     try:
+        if is_long:
+            return str(make_header(decode_header(source)))
         return str(policy.default.header_factory(name, source))
     except Exception:  # the parser of headers raises any error
         return source
 
 
-def _free_name(name: str, names: set[str]) -> str:
-    """A name that no other attachment has, now reserved."""
-    path = PurePosixPath(name)
-    number = 1
+def _free_name(wanted: str, names: set[str], counts: Counter[str]) -> str:
+    """A name that no other attachment has, now reserved. counts: how often each name was wanted."""
+    path = PurePosixPath(wanted)
+    name = wanted
+    counts[wanted] += 1
     while name in names:
-        number += 1
-        name = f"{path.stem} ({number}){path.suffix}"
+        counts[wanted] += name != wanted
+        name = f"{path.stem} ({max(counts[wanted], 2)}){path.suffix}"
     names.add(name)
     return name
 
@@ -166,10 +198,13 @@ def _unknown_encoding(part: MIMEPart) -> str:
     return "" if encoding in _ENCODINGS else f"is in a transfer encoding that is not read ({encoding})"
 
 
-def _attached(attachment: MIMEPart, name: str) -> Parts:
-    """The documents of an attachment."""
-    if attachment.get_content_type() in _MESSAGES:
-        parts = _mail(_forwarded(attachment), name)
+def _attached(attachment: MIMEPart, name: str, depth: int) -> Parts:
+    """The documents of an attachment. depth: the number of mails around the one that it belongs to."""
+    is_mail = attachment.get_content_type() in _MESSAGES
+    if is_mail and depth >= _MOST_MAILS:
+        parts: Parts = [Fault("", f"is a mail inside of more than {_MOST_MAILS} others: it is not read")]
+    elif is_mail:
+        parts = _mail(_forwarded(attachment), name, depth + 1)
     elif fault := _unknown_encoding(attachment):
         parts = [Fault("", fault)]
     else:
@@ -180,11 +215,11 @@ def _attached(attachment: MIMEPart, name: str) -> Parts:
 def _forwarded(attachment: MIMEPart) -> MIMEPart:
     """The mail in a mail. Some programs encode it in base64, which the parser takes for its text."""
     payload: Any = attachment.get_payload()
-    mail: MIMEPart = payload[0] if isinstance(payload, list) else EmailMessage(policy=policy.default)
+    mail: MIMEPart = payload[0] if isinstance(payload, list) else EmailMessage(policy=_POLICY)
     if not mail.keys() and _header(attachment, "Content-Transfer-Encoding").lower() in ("base64", "quoted-printable"):
         mail["Content-Transfer-Encoding"] = _header(attachment, "Content-Transfer-Encoding")
         content: Any = mail.get_payload(decode=True)
-        return message_from_bytes(content, policy=policy.default)
+        return message_from_bytes(content, policy=_POLICY)
     return mail
 
 

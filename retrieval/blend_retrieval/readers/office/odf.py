@@ -11,7 +11,7 @@ from blend_retrieval.readers.html.html import html_to_markdown
 from blend_retrieval.readers.office.numbered import numbered_markdown
 from blend_retrieval.readers.office.odf_html import DRAW, OFFICE, PRESENTATION, OdfHtml, styles_of
 from blend_retrieval.readers.office.odf_lists import STYLE, TEXT
-from blend_retrieval.readers.xml_trees import xml_root
+from blend_retrieval.readers.xml_trees import MOST_NODES, xml_root
 from blend_retrieval.readers.zipped import Archive, opened_zip
 
 _MANIFEST = "META-INF/manifest.xml"
@@ -25,6 +25,7 @@ class _File:
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
+        self._embedded_nodes = 0
         if _MANIFEST in archive and b"encryption-data" in archive.read(_MANIFEST):
             raise UnreadableError("is encrypted; save it without a password")
         content = self.root("content.xml")
@@ -46,7 +47,12 @@ class _File:
         return xml_root(content)
 
     def _embedded(self, place: str) -> Element | None:
-        return self.root(f"{place}/content.xml")
+        """The content of an object in the text. Raises `UnreadableError` if objects are named again and again."""
+        root = self.root(f"{place}/content.xml")
+        self._embedded_nodes += 0 if root is None else sum(1 for _ in root.iter())
+        if self._embedded_nodes > MOST_NODES:
+            raise UnreadableError("names its embedded objects too often")
+        return root
 
     def title(self) -> str:
         """The title among the file's properties, or ""."""

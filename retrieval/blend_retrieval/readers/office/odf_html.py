@@ -12,6 +12,7 @@ from blend_retrieval.readers.office.numbered import marked_number
 from blend_retrieval.readers.office.odf_lists import STYLE, TEXT, Counter, Levels, list_styles
 from blend_retrieval.readers.office.picture_texts import picture_text
 
+_MOST_BLANKS = 1000  # one after another
 OFFICE = "{urn:oasis:names:tc:opendocument:xmlns:office:1.0}"
 TABLE = "{urn:oasis:names:tc:opendocument:xmlns:table:1.0}"
 DRAW = "{urn:oasis:names:tc:opendocument:xmlns:drawing:1.0}"
@@ -122,7 +123,7 @@ class OdfHtml:
             f"{TEXT}h": self._heading,
             f"{TEXT}p": self._paragraph,
             f"{TEXT}span": self._styled,
-            f"{TEXT}s": lambda element: " " * int(element.get(f"{TEXT}c", "1")),
+            f"{TEXT}s": lambda element: " " * min(int(element.get(f"{TEXT}c", "1")), _MOST_BLANKS),
             f"{TEXT}tab": lambda element: " ",
             f"{TEXT}line-break": lambda element: "<br>",
             f"{TEXT}list": self._list,

@@ -13,6 +13,7 @@ from blend_retrieval.readers.sheets.number_formats import general
 from blend_retrieval.readers.sheets.sheets import (
     MOST_CELLS,
     Area,
+    Budget,
     Sheet,
     TooManyCells,
     cell_name,
@@ -22,6 +23,7 @@ from blend_retrieval.readers.sheets.sheets import (
     workbook_parts,
 )
 from blend_retrieval.readers.sheets.xml_elements import attribute, children, each, local_name
+from blend_retrieval.readers.xml_trees import xml_root
 from blend_retrieval.readers.zipped import opened_zip
 
 _CELLS = ("table-cell", "covered-table-cell")
@@ -31,6 +33,8 @@ _WITHOUT_VALUE = "holds a formula without a stored value: open the file in a spr
 _APART = ("annotation", "frame", "custom-shape", "shapes", "ruby-text")  # inside of cells, beside their text
 _FILLED_IN = ("page-number", "page-count", "sheet-name", "file-name", "title", "date", "time")  # in headers of pages
 _DURATION = re.compile(r"(-?)PT(\d+)H(\d+)M(\d+(?:[.,]\d+)?)S")
+_MOST_BLANKS = 1000  # one after another
+_MOST_NODES = 10_000_000  # elements and attributes of a file
 _VALUES = ("value", "date-value", "time-value", "boolean-value", "string-value")
 
 
@@ -64,7 +68,7 @@ def read_fods(data: bytes, title: str) -> Parts:
 
 def _parsed(data: bytes) -> ET.Element:
     try:
-        return ET.fromstring(data)
+        return xml_root(data, _MOST_NODES)
     except ET.ParseError:
         raise UnreadableError("is damaged: its content is no XML") from None
 
@@ -104,6 +108,7 @@ class _Workbook:
         self._marks = marks
         self._pages = {attribute(page, "name"): page for page in each(styles, "master-page")}
         self._cells = 0
+        self._budget = Budget()
 
     def parts(self, spreadsheet: ET.Element, title: str) -> Parts:
         """The workbook as a document, and what was not read of it."""
@@ -114,13 +119,15 @@ class _Workbook:
             if self._marks_of(table).is_hidden:
                 faults.append(Fault(f"sheet {name}", "is hidden"))
                 continue
-            sheet = Sheet(name)
+            sheet = Sheet(name, budget=self._budget)
             sheet.texts += self._headers(self._marks_of(table).page)
             sheets.append(sheet)
             try:
                 self._read_table(sheet, table)
             except TooManyCells:
                 faults.append(Fault(f"sheet {name}", f"has more than the {MOST_CELLS:,} cells that are read"))
+            except UnreadableError as error:  # a text that is repeated too often
+                faults.append(Fault(f"sheet {name}", str(error)))
         return workbook_parts(title, sheets, faults)
 
     def _marks_of(self, element: ET.Element) -> _Marks:
@@ -139,7 +146,10 @@ class _Workbook:
         for element in _rows(table):
             repeats = _number(element, "number-rows-repeated")
             cells = self._cells_of(sheet, element, row)
+            words = "".join(cells.values())
             for number in range(row, row + repeats if cells else row):
+                if number > row:
+                    sheet.budget.spend(words, repeated=len(cells))
                 sheet.rows[number] = dict(cells)
                 self._cells += len(cells)
                 if self._cells > MOST_CELLS:
@@ -164,6 +174,7 @@ class _Workbook:
             if text:
                 if self._cells + len(cells) + repeats > MOST_CELLS:
                     raise TooManyCells
+                sheet.budget.spend(text, repeats, repeated=repeats - 1)
                 cells.update(dict.fromkeys(range(column, column + repeats), text))
             height, width = _number(element, "number-rows-spanned"), _number(element, "number-columns-spanned")
             if height > 1 or width > 1:
@@ -200,7 +211,7 @@ class _Workbook:
         for child in element:
             name = local_name(child)
             if name == "s":
-                pieces.append(" " * _number(child, "c"))
+                pieces.append(" " * min(_number(child, "c"), _MOST_BLANKS))
             elif name in ("tab", "line-break"):
                 pieces.append(" ")
             elif name not in apart:

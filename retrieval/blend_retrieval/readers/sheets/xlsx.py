@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
@@ -19,6 +20,7 @@ from blend_retrieval.readers.sheets.package import DAMAGE, Package, Relation, ta
 from blend_retrieval.readers.sheets.sheets import (
     MOST_CELLS,
     Area,
+    Budget,
     Sheet,
     TooManyCells,
     cell_name,
@@ -37,6 +39,7 @@ _PRINT_CODE = re.compile(r'&(?:"[^"]*"|\d+|K[0-9A-F]{6}|K\d\d[+-]\d{3}|[A-Za-z])
 _PRINTED_PART = re.compile("&[LCR]")
 _PAGE_NUMBER = re.compile("&[PN]")
 _FEIGNED_PREFIX = re.compile(r"_xl(?:fn|ws|udf)\.")
+_COLUMNS = 16_384
 _EPOCH = datetime(1899, 12, 30)
 _HIDDEN = "is hidden, but read"
 _HIDDEN_BY_FORMAT = "is hidden by its number format"
@@ -71,6 +74,7 @@ class _Workbook:
         self._strings = shared_strings(package, target_of(self._relations, "sharedStrings"))
         self._styles = styles(package, target_of(self._relations, "styles"))
         self._cells = 0
+        self._budget = Budget()
 
     def parts(self, title: str) -> Parts:
         """The workbook as a document, and what was not read of it."""
@@ -83,7 +87,7 @@ class _Workbook:
             if reason:
                 faults.append(Fault(f"sheet {name}", reason))
                 continue
-            sheet = Sheet(name)
+            sheet = Sheet(name, budget=self._budget)
             sheets.append(sheet)
             try:
                 self._read_sheet(sheet, relation.target)
@@ -146,6 +150,7 @@ def _place(reference: str) -> _Place:
     return _Place(int(match[2]) - 1, _column(match[1]))
 
 
+@lru_cache(_COLUMNS)
 def _column(letters: str) -> int:
     number = 0
     for letter in letters:
@@ -212,6 +217,7 @@ class _SheetReader:
             if text:
                 cells[column] = text
                 self.cells += 1
+                self._sheet.budget.spend(text)
         if self.cells > self._most_cells:
             raise TooManyCells
         if cells:
