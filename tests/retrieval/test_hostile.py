@@ -67,8 +67,8 @@ def entity(number):
 
 
 def nested_mails(depth):
-    head = "Subject: outer\nContent-Type: message/rfc822\n\n" * depth
-    return f"{head}Subject: inner\n\nhello".encode()
+    head = "From: a@example.org\nSubject: outer\nContent-Type: message/rfc822\n\n" * depth
+    return f"{head}From: a@example.org\nSubject: inner\n\nhello".encode()
 
 
 REFUSED = {
