@@ -1,5 +1,6 @@
 """Every script below examples/ runs, as a user would run it: with a tiny model, or the default one if its answers matter."""
 
+import io
 import json
 import os
 import re
@@ -8,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import httpx
@@ -55,6 +56,20 @@ def example(folder: Path, name: str, *arguments: str, **variables: str) -> str:
     return run(folder, str(EXAMPLES / name), *arguments, **variables)
 
 
+def example_here(folder: Path, name: str, *arguments: str, **variables: str) -> str:
+    """What an example prints that runs in this process, where everything it imports is loaded."""
+    env = environment(**{"KVBLEND_MODEL": str(folder / "tiny"), "KVBLEND_STORE": str(folder / "store"), **variables})
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        for variable in os.environ.keys() - env.keys():
+            patch.delenv(variable)
+        for variable, value in env.items():
+            patch.setenv(variable, value)
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return out.getvalue()
+
+
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     run(folder, "-m", "blend", "precompute", "documents", "--quick", "--chunk-tokens", "64")
@@ -81,13 +96,13 @@ def test_every_example_is_run_and_listed():
 
 
 def test_plain_python(folder):
-    said = example(folder, "plain_python.py", "documents", "How many gates does the harbour have?")
+    said = example_here(folder, "plain_python.py", "documents", "How many gates does the harbour have?")
     assert "caches computed" in said
     assert "with full prefill" in said
 
 
 def test_your_own_retriever(folder):
-    said = example(folder, "your_own_retriever.py", KVBLEND_STORE=str(folder / "own"))
+    said = example_here(folder, "your_own_retriever.py", KVBLEND_STORE=str(folder / "own"))
     assert re.findall(r"(\d) of 3 chunks in the store", said) == ["0", "3"]
 
 
