@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -29,6 +30,8 @@ from blend.store.lease import WAIT_S
 from blend.store.seal import as_json
 
 MANIFEST = "store.json"
+_FOLDERS = ("objects", "tmp")  # of every store that holds anything
+_LOG = logging.getLogger("kvblend.store")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ELOOP)
 _TOO_MANY = (errno.EMFILE, errno.ENFILE)
@@ -74,13 +77,36 @@ class StoreFiles:
         self._is_seen = False
 
     def require_present(self) -> None:
-        """Raise `StoreUnreachableError` when the store was removed or unmounted: nothing that it lacks is a miss then."""
+        """Raise `StoreUnreachableError` when the store was removed or unmounted: nothing that it lacks is a miss then.
+
+        A lost or damaged manifest among a store's files is replaced; a damaged one is set aside.
+        """
         try:
-            self._note_seen(store_id(self.root))
+            try:
+                current = store_id(self.root)
+            except (*_MISSING, ManifestDamagedError, IsADirectoryError):
+                if not self._has_new_manifest():
+                    raise
+                current = store_id(self.root)
+            self._note_seen(current)
         except _MISSING:
             self._require_never_seen()
         except OSError as error:
             raise unusable(self.root, error, "read") from None
+
+    def _has_new_manifest(self) -> bool:
+        """Whether a manifest was made in place of a lost or damaged one; False where the other files are no store's.
+
+        Its id is new, which no other machine knows: a folder that is mounted is left alone, see `MountedFiles`.
+        """
+        manifest = self.root / MANIFEST
+        if not all((self.root / name).is_dir() for name in _FOLDERS):
+            return False
+        aside = set_aside(manifest) if os.path.lexists(manifest) else None
+        self._write_manifest()
+        kept = f", the damaged one is {aside.name}" if aside is not None else ""
+        _LOG.warning("store_manifest_replaced", extra={"why": f"{manifest} was lost or damaged{kept}"})
+        return True
 
     def _require_never_seen(self) -> None:
         if self._is_seen or (self._local is not None and self._local.read(_SEEN) is not None):
@@ -122,8 +148,11 @@ class StoreFiles:
             raise StoreError(
                 f"{self.root} is not a store and not empty (it holds {foreign[0]!r}): choose an empty or new directory"
             )
+        self._write_manifest()
+
+    def _write_manifest(self) -> None:
         fields = {"kind": _KIND, "format": STORE_FORMAT, "id": uuid.uuid4().hex}
-        write_once(manifest, as_json(fields), self.file_mode())
+        write_once(self.root / MANIFEST, as_json(fields), self.file_mode())
 
     def tidy(self) -> None:
         """Close the store to other users and remove what killed writers left, where this user has the right to."""
@@ -250,7 +279,8 @@ def _close_to_others(root: Path) -> None:
 def store_id(root: Path) -> str:
     """What tells the store at `root` from others; "" of a store that was made without an id.
 
-    Raises `StoreError` where the root is of another kind or format, and OSError where it cannot be read.
+    Raises `ManifestDamagedError` where the root is of another kind, `StoreError` where it is of another format, and OSError
+    where it cannot be read.
     """
     try:
         manifest = dict(json.loads(_read_small(root / MANIFEST)))
@@ -258,7 +288,9 @@ def store_id(root: Path) -> str:
         manifest = {}
     version = manifest.get("format")
     if manifest.get("kind") != _KIND or type(version) is not int:
-        raise StoreError(f"{root / MANIFEST} is damaged or not of kvblend: delete {root} or choose another directory")
+        raise ManifestDamagedError(
+            f"{root / MANIFEST} is damaged or not of kvblend: restore this file from a backup, or choose another directory"
+        )
     if version != STORE_FORMAT:
         raise StoreError(
             f"the store {root} has format {version}, this kvblend reads {STORE_FORMAT}: "
@@ -272,6 +304,10 @@ def _read_small(path: Path) -> bytes:
     info = path.stat()
     is_small = stat.S_ISREG(info.st_mode) and info.st_size <= _LARGEST_MANIFEST
     return path.read_bytes() if is_small else b""
+
+
+class ManifestDamagedError(StoreError):
+    """The manifest is damaged, or of something else."""
 
 
 class AnotherStoreError(StoreUnreachableError):

@@ -208,13 +208,37 @@ def test_what_is_no_file_is_damage_of_one_name_and_a_new_one_takes_its_place(tmp
         assert {path.read_text() for path in precious} == {"of someone else"}
 
 
-@pytest.mark.parametrize("make", [as_pipe, as_device])
-def test_a_pipe_in_place_of_the_manifest_blocks_nothing(tmp_path, make):
-    open_store(tmp_path / "store").put(key(1), cache(1))
-    (tmp_path / "store" / "store.json").unlink()
-    make(tmp_path / "store" / "store.json")
-    with pytest.raises(StoreError, match=r"store\.json is damaged"):
-        open_store(tmp_path / "store")
+def as_text(path):
+    path.write_text("years of work")
+
+
+def as_nothing_at_all(path):
+    """The file is lost."""
+
+
+@pytest.mark.parametrize("make", [as_pipe, as_device, as_folder, as_text, as_nothing_at_all])
+def test_a_lost_or_damaged_manifest_is_replaced_and_no_cache_is_lost(tmp_path, make):
+    root = tmp_path / "store"
+    open_store(root).put(key(1), cache(1))
+    (root / "store.json").unlink()
+    make(root / "store.json")
+    store = open_store(root)
+    assert store.readable([key(1)]) == {key(1)}
+    store.put(key(2), cache(2))
+    assert open_store(root).readable([key(1), key(2)]) == {key(1), key(2)}
+    set_aside = list(root.glob("store.json.damaged-*"))
+    assert len(set_aside) == (make is not as_nothing_at_all)
+    assert all(path.read_text() == "years of work" for path in set_aside if make is as_text)
+
+
+def test_a_manifest_of_a_later_format_is_left_alone(tmp_path):
+    root = tmp_path / "store"
+    open_store(root).put(key(1), cache(1))
+    later = '{"kind": "kvblend store", "format": 2}'
+    (root / "store.json").write_text(later)
+    with pytest.raises(StoreError, match="upgrade kvblend"):
+        open_store(root)
+    assert (root / "store.json").read_text() == later
 
 
 def as_list(client, name):
