@@ -1,5 +1,7 @@
 """`blend answer` as a user calls it."""
 
+import gc
+
 import pytest
 from blend_process import ANSWER, SHORT_CONTEXT, entries
 
@@ -18,6 +20,12 @@ def test_answer_streams_and_shows_where_the_time_went(filled):
     assert "miss" not in panel
     assert "\x1b" not in result.out + result.err
     assert "cut after 6 tokens; --max-new-tokens" in result.err
+
+
+def test_garbage_is_collected_once_the_libraries_are_loaded(filled):
+    assert gc.isenabled()
+    assert filled.here(*ANSWER).code == 0
+    assert gc.isenabled()
 
 
 def test_json_is_one_object_alone_on_stdout(filled):
