@@ -1,8 +1,8 @@
-"""`scripts/bench_reuse` and `scripts/bench_edits`, as processes of their own, on a tiny model."""
+"""`scripts/bench_reuse` and `scripts/bench_edits` on a tiny model."""
 
 import json
 
-from commands import ROOT, output
+from commands import ROOT, printed
 
 from tests.serve.tool_templates import QWEN
 from tests.tiny_model import save_tiny_model
@@ -18,8 +18,8 @@ def measured(folder, script, **options):
     file = folder / "r.json"
     small = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     given = (script, "--json", file, "--model", tiny(folder), "--kl-records", 2, *small)
-    output(*given)
-    shown = output(*given, "--show")
+    printed(*given)
+    shown = printed(*given, "--show")
     rows = {row["case"]: row for row in json.loads(file.read_text())["reuse"]}
     assert all(f"| {case} |" in shown for case in rows)
     return rows
