@@ -16,6 +16,7 @@ from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.base import Fault, UnreadableError
+from blend_retrieval.readers.office.docx_bounds import check_fields
 from blend_retrieval.readers.office.docx_formulas import MATH, linear
 from blend_retrieval.readers.office.docx_numbers import WORD, Numbers, is_on, value
 from blend_retrieval.readers.office.docx_styles import RunLooks
@@ -53,7 +54,6 @@ _CONTENTS = {
     f"{WORD}control": "ActiveX control",
 }
 _NOTE_REFERENCES = (f"{WORD}footnoteReference", f"{WORD}endnoteReference")
-_MOST_FIELDS = 500  # inside each other
 _HEADING_LEVELS = 6
 _DIRECT_LOOKS = RunLooks(None)
 
@@ -179,7 +179,7 @@ class WordText:
             root = package.root(name)
             if root is not None:
                 self._rewrite_children(root)
-                _check_fields(root)
+                check_fields(root)
                 parts[name] = root
         if package.main in parts:
             self._count_notes(parts[package.main], [parts[name] for name in notes if name in parts])
@@ -435,19 +435,6 @@ class WordText:
                 text = without_marks(line)
                 if any(map(str.isalnum, text)) and not _is_page_number(text, element):
                     yield text
-
-
-def _check_fields(root: Element) -> None:
-    """Raise `UnreadableError` if fields begin and do not end: mammoth looks through all that are open at every text."""
-    open_fields = 0
-    for mark in root.iter(f"{WORD}fldChar"):
-        kind = mark.get(f"{WORD}fldCharType")
-        if kind == "begin":
-            open_fields += 1
-        elif kind == "end":
-            open_fields -= 1
-        if open_fields > _MOST_FIELDS:
-            raise UnreadableError("is damaged: its fields do not end")
 
 
 def _picture_texts(element: Element, boxes: Elements) -> list[str]:
