@@ -151,7 +151,7 @@ class CorpusWorker:
         until = time.monotonic() + RETRY_S
         with self.changed:
             self._working = False
-            while not (self._closed or self._look or self.caches.due or self._is_due()):
+            while not (self._closed or self._looks or self.caches.due or self._is_due()):
                 self.changed.notify_all()
                 self.changed.wait(LOOK_S)
                 if time.monotonic() > until:
@@ -180,6 +180,11 @@ class CorpusWorker:
         with suppress(StoreError):
             return self._first_workable(self._queue.waiting()) is not None
         return False
+
+    @property
+    def _looks(self) -> bool:
+        """Whether to look at the index now; a file in its first try is indexed first."""
+        return self._look and not any(batch.is_reading and not batch.is_long for batch in self._begun)
 
     def _notify(self) -> None:
         """Wake the thread: a file was read, or may be."""
@@ -230,7 +235,7 @@ class CorpusWorker:
         workable = self._first_workable(waiting)
         if isinstance(workable, Batch):
             return workable
-        if workable is None and not self._look:
+        if workable is None and not self._looks:
             return None
         self._look = self._look and workable is not None
         batch = Batch(list(together(filter(self._can_begin(), waiting))))
