@@ -4,6 +4,7 @@
     manifest.json             format, embedder, dimension, form of texts, and for each file its name, size and SHA-256
     chunks-<generation>.jsonl one chunk a line
     index-<generation>.faiss  the vector of line i is vector i
+    .first                    there before the first manifest and behind the last: files without one are then no damage
 
 A writer writes and flushes a new generation, then replaces the manifest in one step, so readers see a whole generation.
 The previous generation stays until the next write, because readers may still be opening it.
@@ -21,7 +22,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -60,9 +61,9 @@ def make_private(path: Path) -> None:
 
 
 FORMAT_VERSION = 1
-MANIFEST, LOCK = "manifest.json", ".lock"
+MANIFEST, LOCK, FIRST = "manifest.json", ".lock", ".first"
 LOCK_TIMEOUT = 10.0  # seconds
-_SINGLE = (MANIFEST, MANIFEST + ".part", LOCK)
+_SINGLE = (MANIFEST, MANIFEST + ".part", LOCK, FIRST)
 _REMEDY = "run `blend precompute` again"
 _GENERATION = re.compile(r"(?:chunks|index)-(?P<name>[0-9a-f]{16})\.(?:jsonl|faiss)(?:\.part)?")
 _FILES = 2  # of a generation
@@ -120,8 +121,10 @@ def keep_private(directory: Path) -> None:
 
 
 def is_begun(directory: Path) -> bool:
-    """Whether an index lies here, sound or damaged."""
-    return os.path.lexists(directory / MANIFEST) or bool(_generations(directory))
+    """Whether an index lies here, sound or damaged; not one whose first generation is being written."""
+    if os.path.lexists(directory / MANIFEST):
+        return True
+    return not os.path.lexists(directory / FIRST) and bool(_generations(directory))
 
 
 def _generations(directory: Path) -> list[str]:
@@ -183,30 +186,41 @@ def set_index_aside(directory: Path) -> None:
 
 def forget_index(directory: Path) -> None:
     """Delete an index. Raises OSError."""
+    if not directory.is_dir():
+        return
+    _write(directory / FIRST, b"")  # what is left meanwhile is no damage
     (directory / MANIFEST).unlink(missing_ok=True)
     for path in list(directory.glob("*")):
         if _GENERATION.fullmatch(path.name):
             path.unlink(missing_ok=True)
+    (directory / FIRST).unlink(missing_ok=True)
 
 
 def write_generation(directory: Path, generation: Generation) -> None:
     """Make this generation the current one. The caller holds the lock."""
     name = _sha256(generation.chunks + generation.vectors)[:16]
     contents = {f"chunks-{name}.jsonl": generation.chunks, f"index-{name}.faiss": generation.vectors}
-    _remove_others(directory)
-    files = {}
-    for file, data in contents.items():
-        _write(directory / file, data)
-        files[file] = {"bytes": len(data), "sha256": _sha256(data)}
     fields = {
         "format": FORMAT_VERSION,
         "embedder": generation.embedder,
         "dimension": generation.dimension,
         "form": generation.form,
-        "files": files,
+        "files": {file: {"bytes": len(data), "sha256": _sha256(data)} for file, data in contents.items()},
     }
     manifest = json.dumps(fields, indent=1)
-    _write(directory / MANIFEST, manifest.encode())
+    _install(directory, manifest.encode(), contents.items())
+
+
+def _install(directory: Path, manifest: bytes, contents: Iterable[tuple[str, bytes]]) -> None:
+    """Write the files of a generation, and then its manifest."""
+    _remove_others(directory)
+    is_first = not os.path.lexists(directory / MANIFEST)
+    if is_first:
+        _write(directory / FIRST, b"")
+    for name, data in contents:
+        _write(directory / name, data)
+    _write(directory / MANIFEST, manifest)
+    (directory / FIRST).unlink(missing_ok=True)
 
 
 def read_generation(directory: Path) -> Generation:
@@ -239,14 +253,16 @@ def install_generation(directory: Path, manifest: bytes, read: Callable[[str], b
     read: the content of a file by its name in the manifest. Every byte and every name is checked before it is written.
     Raises `IndexDamagedError`, and what `read` raises; the index is then unchanged. The caller holds the lock.
     """
+
+    def contents() -> Iterator[tuple[str, bytes]]:
+        for name, digest in parsed.files:
+            data = read(name)
+            if _sha256(data) != digest:
+                raise IndexDamagedError(f"{name} of the index for {directory} is not as it was written; {_REMEDY}")
+            yield name, data
+
     parsed = _parse_manifest(manifest, directory)
-    _remove_others(directory)
-    for name, digest in parsed.files:
-        data = read(name)
-        if _sha256(data) != digest:
-            raise IndexDamagedError(f"{name} of the index for {directory} is not as it was written; {_REMEDY}")
-        _write(directory / name, data)
-    _write(directory / MANIFEST, manifest)
+    _install(directory, manifest, contents())
 
 
 def manifest_digest(directory: Path) -> str:
@@ -271,11 +287,14 @@ def _read_manifest(directory: Path) -> _Manifest:
 
 def _manifest_bytes(directory: Path) -> bytes:
     try:
-        return (directory / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        if _generations(directory):
-            raise IndexDamagedError(f"the index in {directory} has lost its {MANIFEST}; {_REMEDY}") from None
-        raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first") from None
+        with suppress(FileNotFoundError):
+            return (directory / MANIFEST).read_bytes()
+        is_first = os.path.lexists(directory / FIRST)
+        with suppress(FileNotFoundError):  # the first one may have been written meanwhile
+            return (directory / MANIFEST).read_bytes()
+        if _generations(directory) and not is_first:
+            raise IndexDamagedError(f"the index in {directory} has lost its {MANIFEST}; {_REMEDY}")
+        raise IndexMissingError(f"no index in {directory}; run `blend precompute` on your documents first")
     except IsADirectoryError:
         raise IndexDamagedError(f"the {MANIFEST} of the index in {directory} is a folder; {_REMEDY}") from None
     except OSError as error:

@@ -15,6 +15,7 @@ from blend_retrieval.errors import (
     IndexMissingError,
     IndexNewerError,
 )
+from blend_retrieval.generations import forget_index, generation_files, install_generation, is_begun, write_lock
 from blend_retrieval.index import ChunkIndex, salvaged, update_index
 from tests.store.reading import flip
 
@@ -166,6 +167,43 @@ def test_a_folder_in_place_of_a_lock_is_moved(tmp_path, bag):
     update_index(tmp_path, chunks("a"), bag)
     assert texts(ChunkIndex.load(tmp_path, bag)) == ["a"]
     assert len(list(tmp_path.glob(".lock.damaged-*"))) == 1
+
+
+def test_an_index_whose_first_generation_is_being_written_is_not_there_yet(tmp_path, bag):
+    update_index(tmp_path / "source", chunks("a", "b"), bag)
+    manifest, paths = generation_files(tmp_path / "source")
+    copied = []
+
+    def read(name):
+        with pytest.raises(IndexMissingError):
+            ChunkIndex.load(tmp_path / "copy")
+        assert not is_begun(tmp_path / "copy")
+        copied.append(name)
+        return paths[name].read_bytes()
+
+    with write_lock(tmp_path / "copy"):
+        install_generation(tmp_path / "copy", manifest, read)
+    assert copied == list(paths)
+    assert texts(ChunkIndex.load(tmp_path / "copy", bag)) == ["a", "b"]
+    (tmp_path / "copy" / "manifest.json").unlink()
+    with pytest.raises(IndexDamagedError, match=r"lost its manifest\.json"):
+        ChunkIndex.load(tmp_path / "copy")
+
+
+def test_an_index_whose_deletion_was_interrupted_is_gone(tmp_path, bag, monkeypatch):
+    update_index(tmp_path, chunks("a", "b"), bag)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", killed)
+        with pytest.raises(KeyboardInterrupt):
+            forget_index(tmp_path)
+    with pytest.raises(IndexMissingError):
+        ChunkIndex.load(tmp_path)
+    update_index(tmp_path, chunks("c"), bag)
+    assert texts(ChunkIndex.load(tmp_path, bag)) == ["c"]
 
 
 @pytest.mark.parametrize(
