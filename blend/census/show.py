@@ -116,8 +116,8 @@ def _footnotes(findings: Findings) -> Iterator[str]:
     else:
         yield "seconds: name the model that serves with --model, or its prefill rate with --rate"
     if reader.skipped:
-        more = "; ..." if reader.skipped > len(reader.named) else ""
-        yield f"{counted(reader.skipped, 'line')} without a request left out: {'; '.join(reader.named)}{more}"
+        ending = "; ..." if reader.skipped > len(reader.named) else ""
+        yield f"{counted(reader.skipped, 'line')} without a request left out: {'; '.join(reader.named)}{ending}"
     for reason in reader.unread:
         yield f"not read to its end: {reason}"
     if reader.images:

@@ -104,8 +104,8 @@ class StoreFiles:
             return False
         aside = set_aside(manifest) if os.path.lexists(manifest) else None
         self._write_manifest()
-        kept = f", the damaged one is {aside.name}" if aside is not None else ""
-        _LOG.warning("store_manifest_replaced", extra={"why": f"{manifest} was lost or damaged{kept}"})
+        where = f", the damaged one is {aside.name}" if aside is not None else ""
+        _LOG.warning("store_manifest_replaced", extra={"why": f"{manifest} was lost or damaged{where}"})
         return True
 
     def _require_never_seen(self) -> None:

@@ -340,9 +340,9 @@ class UploadList:
             return "it is empty" if any(map(says_what_it_is, self._unlisted(()))) else ""
         with closing(self._connected()) as database:
             rows = database.execute(f"SELECT {COLUMNS} FROM uploads").fetchall()
-            gone = database.execute("SELECT ids FROM gone").fetchall()
+            deleted = database.execute("SELECT ids FROM gone").fetchall()
         try:
-            chunks_of(gone)
+            chunks_of(deleted)
             for row in rows:
                 self._require_same(_queued(row), row[-1])
         except ListDamagedError as error:

@@ -136,8 +136,8 @@ class Edit(NamedTuple):
         """Tokens that one of the prompts has in front of moved rows and the other lacks, for each moved row."""
         matched = self.source[self.same : self.layout.chunk_spans[max(self.moving)].stop]
         inserted = int(np.count_nonzero(matched < 0))
-        kept = int(np.count_nonzero((matched >= self.same) & (matched < self.end)))
-        return (inserted + max(0, self.end - self.same - kept)) / self.rows
+        staying = int(np.count_nonzero((matched >= self.same) & (matched < self.end)))
+        return (inserted + max(0, self.end - self.same - staying)) / self.rows
 
     def moved(self) -> PromptLayout:
         """The prompt with the places that move."""
@@ -281,10 +281,10 @@ def shown(
     """
     after = EditEvidence.nothing(tokens)
     source = edit.in_order
-    both = np.flatnonzero(source >= 0)
+    in_both = np.flatnonzero(source >= 0)
     if evidence is not None:
-        after.varied[both] = evidence.varied[source[both]]
-        after.rows[both] = evidence.rows[source[both]]
+        after.varied[in_both] = evidence.varied[source[in_both]]
+        after.rows[in_both] = evidence.rows[source[in_both]]
     for hunk in edit.hunks(spell):
         after.varied[hunk.new] = True
     compared = np.flatnonzero(computed & ~np.isnan(changes))
