@@ -229,7 +229,7 @@ def items(tokenizer: Any, shapes: Sequence[str], per_cell: int) -> Iterator[Item
                 draw = random.Random(f"{shape} {distance} {number}")
 
                 def filler(tokens: int, draw: random.Random = draw) -> str:
-                    return _filler(tokenizer, texts, tokens, draw)
+                    return filler_text(tokenizer, texts, tokens, draw)
 
                 story = SHAPES[shape](draw, filler)
                 parts = filler(70), filler(distance), filler(70)
@@ -237,7 +237,7 @@ def items(tokenizer: Any, shapes: Sequence[str], per_cell: int) -> Iterator[Item
                 yield Item(shape, distance, number, versions, story.question, *story.answers[1:])
 
 
-def _filler(tokenizer: Any, texts: Sequence[str], tokens: int, draw: random.Random) -> str:
+def filler_text(tokenizer: Any, texts: Sequence[str], tokens: int, draw: random.Random) -> str:
     """Text of about so many tokens that has nothing to do with the facts."""
     ids: list[int] = []
     while len(ids) < tokens:
@@ -303,13 +303,16 @@ class Server:
         """Forget a session's rows and text."""
         self._service.end_session("", USER, session)
 
-    def ask(self, messages: Sequence[Message], question: str, tokens: int, **fields: Any) -> Reply:
-        """Its answer. Returns when nothing is left to do."""
+    def ask(
+        self, messages: Sequence[Message], question: str, tokens: int, *, sampled: int | None = None, **fields: Any
+    ) -> Reply:
+        """Its answer. Returns when nothing is left to do. sampled: a seed; without one the answer is greedy."""
         from blend.sampling import Sampling
         from blend.serve.events import Failed, Finished, Output, Started
         from blend.serve.request import Message, Request
 
-        sampling = Sampling(max_tokens=tokens, logprobs=ALTERNATIVES)
+        temperature = 0.0 if sampled is None else 1.0
+        sampling = Sampling(max_tokens=tokens, logprobs=ALTERNATIVES, temperature=temperature, seed=sampled)
         said = (*messages, Message("user", question))
         events = SimpleQueue[Any]()
         self._service.submit(Request(said, sampling=sampling, user=USER, **fields), events.put)
