@@ -110,11 +110,12 @@ class _Slide:
         sheet = Sheet("")
         for number, row in enumerate(table.rows):
             cells = list(row.cells)
-            sheet.rows[number] = {
+            texts = {
                 column: "\n".join(self._text.lines(cell.text_frame._txBody))
                 for column, cell in enumerate(cells)
                 if not cell.is_spanned
             }
+            sheet.rows.add(number, texts)
             for column, cell in enumerate(cells):
                 if cell.is_merge_origin:
                     area = Area(number, column, number + cell.span_height - 1, column + cell.span_width - 1)

@@ -86,9 +86,9 @@ def _rows(records: Sequence[_Record], captions: int, delimiter: str) -> Iterator
     for number, record in enumerate(records):
         if number < captions:
             text = f"{delimiter} ".join(cell.strip() for cell in record.cells).strip(f"{delimiter} ")
-            yield Row({0: table_cell(text)} if text else {})
+            yield Row.of({0: table_cell(text)} if text else {})
         else:
-            yield Row(filled_cells(record.cells))
+            yield Row.of(filled_cells(record.cells))
 
 
 def _captions(records: Sequence[_Record]) -> int:

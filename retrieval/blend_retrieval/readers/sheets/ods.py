@@ -150,14 +150,14 @@ class _Workbook:
             for number in range(row, row + repeats if cells else row):
                 if number > row:
                     sheet.budget.spend(words, repeated=len(cells))
-                sheet.rows[number] = dict(cells)
+                sheet.rows.add(number, cells)
                 self._cells += len(cells)
                 if self._cells > MOST_CELLS:
                     raise TooManyCells
                 if attribute(element, "visibility") in ("collapse", "filter"):
                     sheet.name_place(_HIDDEN, f"row {number + 1}")
             row += repeats
-        for column in sorted(_hidden_columns(table, sheet.columns())):
+        for column in sorted(_hidden_columns(table, sheet.rows.columns())):
             sheet.name_place(_HIDDEN, f"column {column_letters(column)}")
         for child in table:
             if local_name(child) == "shapes":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from blend_retrieval.document import enumerated
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
+from blend_retrieval.readers.sheets.sheet_rows import SheetRows
 from blend_retrieval.readers.tables import Row, paragraph, sheet_markdown, table_cell
 from blend_retrieval.readers.xml_trees import MOST_CHARACTERS
 
@@ -64,7 +65,7 @@ class Sheet:
 
     Attributes:
         name: the sheet's.
-        rows: texts of cells, by row and column. Both count from 0.
+        rows: texts of cells, by row and column.
         merged: areas whose first cell stands for all of them.
         texts: what stands outside the cells: texts in boxes, headers and footers.
         places: cells, rows and columns to name, by the reason, as in "B2" or "column B".
@@ -73,7 +74,7 @@ class Sheet:
     """
 
     name: str
-    rows: dict[int, dict[int, str]] = field(default_factory=dict)
+    rows: SheetRows = field(default_factory=SheetRows)
     merged: list[Area] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     places: dict[str, list[str]] = field(default_factory=dict)
@@ -85,10 +86,6 @@ class Sheet:
         self.places.setdefault(reason, []).append(place)
         if is_lost:
             self.lost.add(reason)
-
-    def columns(self) -> list[int]:
-        """The columns that have filled cells."""
-        return sorted(_columns(self.rows.values()))
 
     def faults(self) -> Iterator[Fault]:
         """What was not read, and notes: one for each reason."""
@@ -107,23 +104,14 @@ class Sheet:
         """The cells as Markdown tables, with their captions. The rows are gone afterwards."""
         return sheet_markdown(self._filled_rows())
 
-    def _rows_in_order(self) -> dict[int, dict[int, str]]:
-        """The rows that are not blank. They are taken from the sheet, so that one of a million rows is in memory once."""
-        rows = {}
-        for number in sorted(self.rows):
-            cells = _filled(self.rows.pop(number))
-            if cells:
-                rows[number] = cells
-        return rows
-
     def _filled_rows(self) -> Iterator[Row]:
         """The rows, a merged cell's text in each row and column that it covers and that has other cells."""
-        rows = self._rows_in_order()
-        columns = sorted(_columns(rows.values()))
-        alone = {number for number, cells in rows.items() if len(cells) == 1}
+        columns = self.rows.columns()
+        first_rows = {area.first_row for area in self.merged}
+        alone = {number for number in first_rows if len(self.rows.get(number)) == 1}
         spanning: set[int] = set()
         for area in self.merged:
-            text = rows.get(area.first_row, {}).get(area.first_column)
+            text = self.rows.get(area.first_row).get(area.first_column)
             if text is None:
                 continue
             covered = [column for column in columns if area.first_column <= column <= area.last_column]
@@ -132,46 +120,19 @@ class Sheet:
                     covered = covered[:1]  # a title or a remark
                 else:
                     spanning.add(area.first_row)
-            numbers = list(_rows_within(rows, area))
+            numbers = self.rows.within(area.first_row, area.last_row)
             self.budget.cover(len(numbers) * len(covered))
             for number in numbers:
-                for column in covered:
-                    if column not in rows[number]:
-                        self.budget.spend(text)
-                        rows[number][column] = text
-        before = -1
-        for number, cells in rows.items():
-            if number > before + 1:
-                yield Row({})
-            columns_in_order = sorted(cells)
-            is_in_order = columns_in_order == list(cells)
-            ordered = cells if is_in_order else {column: cells[column] for column in columns_in_order}
-            yield Row(ordered, number in spanning)
-            before = number
+                self._cover(number, covered, text)
+        return self.rows.taken(spanning)
 
-
-def _columns(rows: Iterable[dict[int, str]]) -> set[int]:
-    columns: set[int] = set()
-    for cells in rows:
-        columns.update(cells)
-    return columns
-
-
-def _filled(cells: dict[int, str]) -> dict[int, str]:
-    for column, text in list(cells.items()):
-        words = table_cell(text)
-        if words:
-            cells[column] = words
-        else:
-            del cells[column]
-    return cells
-
-
-def _rows_within(rows: dict[int, dict[int, str]], area: Area) -> Iterable[int]:
-    numbers = range(area.first_row, area.last_row + 1)
-    if len(numbers) < len(rows):
-        return [number for number in numbers if number in rows]
-    return [number for number in rows if number in numbers]
+    def _cover(self, number: int, columns: Iterable[int], text: str) -> None:
+        """Write the text of a merged cell into the blank cells of a row that it covers."""
+        cells = self.rows.get(number)
+        blank = [column for column in columns if column not in cells]
+        if blank:
+            self.budget.spend(text, len(blank))
+            self.rows.change(number).update(dict.fromkeys(blank, text))
 
 
 def workbook_parts(title: str, sheets: Iterable[Sheet], faults: Iterable[Fault]) -> Parts:

@@ -32,6 +32,7 @@ from blend_retrieval.readers.sheets.sheets import (
 from blend_retrieval.readers.sheets.xlsx_drawings import Drawing, controls_in, notes_at_cells, read_drawing
 from blend_retrieval.readers.sheets.xlsx_styles import Style, plain_string, shared_strings, struck, styles
 from blend_retrieval.readers.sheets.xml_elements import attribute, each, local_name
+from blend_retrieval.readers.tables import table_cell
 
 _REFERENCE = re.compile(r"\$?([A-Z]{1,3})\$?(\d+)")
 _RELATIVE = re.compile(r'"[^"]*"|\'[^\']*\'|(?<![\w.$])(\$?)([A-Z]{1,3})(\$?)(\d+)(?![\w(!])')
@@ -109,8 +110,9 @@ class _Workbook:
             self._cells += reader.cells
         for place, note in notes_at_cells(self._package, relations).items():
             position = _place(place)
-            cells = sheet.rows.setdefault(position.row, {})
-            cells[position.column] = with_note(cells.get(position.column, ""), note)
+            if note.strip():
+                cells = sheet.rows.change(position.row)
+                cells[position.column] = with_note(cells.get(position.column, ""), table_cell(note))
         for relation in relations.values():
             if relation.kind == "drawing":
                 _add_drawing(sheet, read_drawing(self._package, relation.target))
@@ -221,7 +223,7 @@ class _SheetReader:
         if self.cells > self._most_cells:
             raise TooManyCells
         if cells:
-            self._sheet.rows[row] = cells
+            self._sheet.rows.add(row, cells)
             is_flat = element.get("customHeight") in _TRUE and float(element.get("ht") or 1) == 0
             if element.get("hidden") in _TRUE or is_flat:
                 self._hidden_rows.append(row)
@@ -276,7 +278,7 @@ class _SheetReader:
 
     def name_hidden(self) -> None:
         """Name the hidden rows and columns that hold something."""
-        for column in self._sheet.columns():
+        for column in self._sheet.rows.columns():
             if any(column in hidden for hidden in self._hidden_columns):
                 self._sheet.name_place(_HIDDEN, f"column {column_letters(column)}")
         for row in self._hidden_rows:
