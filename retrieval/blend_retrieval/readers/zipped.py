@@ -62,6 +62,10 @@ class Archive:
         """A part as a stream. Raises `KeyError` if there is none of this name, or one of `DAMAGE`."""
         return self._zip.open(name)
 
+    def size(self, name: str) -> int:
+        """The unpacked bytes of a part by the directory. Raises `KeyError` if there is none of this name."""
+        return self._zip.getinfo(name).file_size
+
     def read(self, name: str) -> bytes:
         """A part's bytes.
 

@@ -90,6 +90,7 @@ class NumberFormat:
         is_last_for_text = "text" in sections[-1].kinds or len(sections) == _MOST_SECTIONS
         self._text = sections.pop() if is_last_for_text else None
         self._sections = sections[:3]
+        self._is_general = code in ("", GENERAL)
 
     def is_date(self) -> bool:
         """Whether numbers are shown as dates or times."""
@@ -107,6 +108,8 @@ class NumberFormat:
         stored: the number's digits, as the file has them.
         from_1904: whether dates count from 1904 instead of 1900.
         """
+        if self._is_general and stored.strip("-0"):
+            return general(stored)
         value = _decimal(stored)
         section = self._section_for(value)
         if section is None or value is None or section.is_unclear:
@@ -153,8 +156,10 @@ def number_format(code: str) -> NumberFormat:
 
 def general(stored: str) -> str:
     """A number in the format `General`, in a cell that is wide enough: with up to fifteen significant digits."""
+    if _INTEGER.fullmatch(stored):
+        return stored
     value = _decimal(stored)
-    if value is None or _INTEGER.fullmatch(stored):
+    if value is None:
         return stored
     if value == 0:
         return "0"

@@ -50,6 +50,10 @@ class Package:
         """A part's bytes. Raises `KeyError` if there is no such part."""
         return self._archive.open(self._names[path.lower()])
 
+    def size(self, path: str) -> int:
+        """The bytes of a part by the directory. Raises `KeyError` if there is no such part."""
+        return self._archive.size(self._names[path.lower()])
+
     def tree(self, path: str) -> ET.Element:
         """The root of a part. Raises `KeyError` if it is missing, `ParseError` if it is no XML."""
         content = self._archive.read(self._names[path.lower()])

@@ -14,6 +14,7 @@ from blend_retrieval.readers.xml_trees import MOST_CHARACTERS
 
 MOST_CELLS = 2_000_000  # of a workbook
 _MOST_COVERED = 10_000_000  # places under merged cells
+_MOST_SEEN = 10_000_000  # rows and cells of a file, blank ones among them
 _MOST_REPEATED = 200_000  # cells of a workbook that repeat others: a few letters of a file can name millions
 _LETTERS = 26
 _PAGE_WORDS = 2
@@ -39,6 +40,7 @@ class Budget:
         self._characters = MOST_CHARACTERS
         self._repeated = _MOST_REPEATED
         self._covered = _MOST_COVERED
+        self._seen = _MOST_SEEN
 
     def spend(self, text: str, times: int = 1, *, repeated: int = 0) -> None:
         """Take a text that is written so many times, and cells that repeat others.
@@ -51,6 +53,14 @@ class Budget:
             raise UnreadableError(f"holds more than {MOST_CHARACTERS:,} characters of text: divide it")
         if self._repeated < 0:
             raise UnreadableError(f"has more than {_MOST_REPEATED:,} cells that repeat others")
+
+    def see(self, places: int) -> None:
+        """Take rows and cells of the file, blank ones among them. Raises `UnreadableError` if there are none left."""
+        self._seen -= places
+        if self._seen < 0:
+            raise UnreadableError(
+                f"has more than the {_MOST_SEEN:,} rows and cells, blank ones among them, that are read"
+            )
 
     def cover(self, places: int) -> None:
         """Take places that a merged cell covers. Raises `UnreadableError` if there are none left."""

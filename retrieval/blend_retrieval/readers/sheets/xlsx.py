@@ -33,6 +33,7 @@ from blend_retrieval.readers.sheets.xlsx_drawings import Drawing, controls_in, n
 from blend_retrieval.readers.sheets.xlsx_styles import Style, plain_string, shared_strings, struck, styles
 from blend_retrieval.readers.sheets.xml_elements import attribute, each, local_name
 from blend_retrieval.readers.tables import table_cell
+from blend_retrieval.readers.xml_streams import streamed_elements
 
 _REFERENCE = re.compile(r"\$?([A-Z]{1,3})\$?(\d+)")
 _RELATIVE = re.compile(r'"[^"]*"|\'[^\']*\'|(?<![\w.$])(\$?)([A-Z]{1,3})(\$?)(\d+)(?![\w(!])')
@@ -46,6 +47,8 @@ _HIDDEN = "is hidden, but read"
 _HIDDEN_BY_FORMAT = "is hidden by its number format"
 _WITHOUT_VALUE = "holds a formula without a stored value: open the file in a spreadsheet program, and save it"
 _RICH_VALUE = "holds a picture or a linked record, which is not read"
+_STREAMED = ("row", "col", "mergeCell", "oddHeader", "oddFooter")
+_PLAIN = Style()
 _EMBEDDED = ("oleObject", "package")
 _TRUE = ("1", "true")
 
@@ -105,7 +108,9 @@ class _Workbook:
         try:
             reader = _SheetReader(sheet, self._strings, self._styles, self._from_1904, MOST_CELLS - self._cells)
             with self._package.open(path) as stream:
-                reader.read(ET.iterparse(stream, ("start", "end")))
+                size = self._package.size(path)
+                for _, element in streamed_elements(stream, size, _STREAMED):
+                    reader.read(element)
         finally:
             self._cells += reader.cells
         for place, note in notes_at_cells(self._package, relations).items():
@@ -152,6 +157,17 @@ def _place(reference: str) -> _Place:
     return _Place(int(match[2]) - 1, _column(match[1]))
 
 
+def _column_in(suffix: str, reference: str) -> int:
+    """The column of a cell, most likely in a row whose cells' names end with `suffix`. Raises `KeyError` if it is none."""
+    column = _columns_by_name().get(reference.removesuffix(suffix))
+    return _place(reference).column if column is None else column
+
+
+@lru_cache
+def _columns_by_name() -> dict[str, int]:
+    return {column_letters(column): column for column in range(_COLUMNS)}
+
+
 @lru_cache(_COLUMNS)
 def _column(letters: str) -> int:
     number = 0
@@ -172,27 +188,20 @@ class _SheetReader:
         self._hidden_columns: list[range] = []
         self._hidden_rows: list[int] = []
         self._shared: dict[str, tuple[_Place, str]] = {}
+        self._row = -1
         self.cells = 0
 
-    def read(self, events: Iterator[tuple[str, ET.Element]]) -> None:
-        """Fill the sheet. Raises `TooManyCells`."""
-        data = None
-        row = -1
-        for event, element in events:
-            name = local_name(element)
-            if event == "start":
-                data = element if name == "sheetData" else data
-                continue
-            if name == "row":
-                row = self._read_row(element, row + 1)
-                if data is not None:
-                    data.clear()
-            elif name == "col":
-                self._read_column(element)
-            elif name == "mergeCell":
-                self._read_merged(element.get("ref", ""))
-            elif name in ("oddHeader", "oddFooter"):
-                self._sheet.texts += _printed(element.text or "")
+    def read(self, element: ET.Element) -> None:
+        """Read a row, or another element of the sheet, into the sheet. Raises `TooManyCells`."""
+        name = local_name(element)
+        if name == "row":
+            self._row = self._read_row(element, self._row + 1)
+        elif name == "col":
+            self._read_column(element)
+        elif name == "mergeCell":
+            self._read_merged(element.get("ref", ""))
+        elif name in ("oddHeader", "oddFooter"):
+            self._sheet.texts += _printed(element.text or "")
 
     def _read_column(self, element: ET.Element) -> None:
         if element.get("hidden") in _TRUE or float(element.get("width") or 1) == 0:
@@ -209,20 +218,21 @@ class _SheetReader:
     def _read_row(self, element: ET.Element, following: int) -> int:
         """Read a row's cells. following: its number if it names none. Returns its number."""
         row = int(element.get("r") or following + 1) - 1
+        self._sheet.budget.see(1 + len(element))
+        suffix = str(row + 1)
         cells: dict[int, str] = {}
         column = -1
         for cell in element:
             reference = cell.get("r")
-            place = _place(reference) if reference else _Place(row, column + 1)
-            column = place.column
-            text = self._text(cell, place)
+            column = _column_in(suffix, reference) if reference else column + 1
+            text = self._text(cell, _Place(row, column))
             if text:
                 cells[column] = text
-                self.cells += 1
-                self._sheet.budget.spend(text)
-        if self.cells > self._most_cells:
-            raise TooManyCells
         if cells:
+            self.cells += len(cells)
+            if self.cells > self._most_cells:
+                raise TooManyCells
+            self._sheet.budget.spend("".join(cells.values()))
             self._sheet.rows.add(row, cells)
             is_flat = element.get("customHeight") in _TRUE and float(element.get("ht") or 1) == 0
             if element.get("hidden") in _TRUE or is_flat:
@@ -231,8 +241,8 @@ class _SheetReader:
 
     def _text(self, cell: ET.Element, place: _Place) -> str:
         """The text of a cell, as its format shows it."""
-        fields = {local_name(child): child for child in cell}
         kind = cell.get("t", "n")
+        fields = {local_name(child): child for child in cell}
         value = plain_string(fields["v"].text or "") if "v" in fields else ""
         if "is" in fields:
             kind, value = "str", plain_string(fields["is"])
@@ -249,7 +259,7 @@ class _SheetReader:
         return self._shown(value, kind, int(cell.get("s") or 0), place)
 
     def _shown(self, value: str, kind: str, style_number: int, place: _Place) -> str:
-        style = self._styles[style_number] if style_number < len(self._styles) else Style()
+        style = self._styles[style_number] if style_number < len(self._styles) else _PLAIN
         cell_format = number_format(style.code)
         if kind == "b":
             shown = "TRUE" if value in _TRUE else "FALSE"

@@ -152,4 +152,6 @@ def struck(text: str) -> str:
 
 
 def _unescaped(text: str) -> str:
+    if "_x" not in text:
+        return text
     return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)

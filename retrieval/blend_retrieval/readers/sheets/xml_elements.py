@@ -33,6 +33,11 @@ def attribute(element: ET.Element, name: str) -> str:
     return ""
 
 
+def local_attributes(element: ET.Element) -> dict[str, str]:
+    """An element's attributes by their local names."""
+    return {key.rpartition("}")[2]: value for key, value in element.items()}
+
+
 def text_within(element: ET.Element, name: str) -> str:
     """The texts of all elements of a name within another, one after the other."""
     return "".join(inner.text or "" for inner in each(element, name))
