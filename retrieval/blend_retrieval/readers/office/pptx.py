@@ -119,7 +119,7 @@ class _Slide:
             for column, cell in enumerate(cells):
                 if cell.is_merge_origin:
                     area = Area(number, column, number + cell.span_height - 1, column + cell.span_width - 1)
-                    sheet.merged.append(area)
+                    sheet.merge(area)
         return sheet.tables()
 
 

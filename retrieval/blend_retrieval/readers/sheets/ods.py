@@ -271,7 +271,7 @@ class _Workbook:
                 height = int(attributes.get("number-rows-spanned") or 1)
                 width = int(attributes.get("number-columns-spanned") or 1)
                 if height > 1 or width > 1:
-                    sheet.merged.append(Area(row, column, row + height - 1, column + width - 1))
+                    sheet.merge(Area(row, column, row + height - 1, column + width - 1))
             self._read_shapes(sheet, element)
             column += repeats
         return cells

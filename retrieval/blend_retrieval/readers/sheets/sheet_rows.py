@@ -57,11 +57,13 @@ class SheetRows:
         """The numbers of the rows from one to another that are not blank, both included."""
         start = bisect_left(self._numbers, first)
         end = bisect_right(self._numbers, last)
-        numbers = self._numbers[start:end].tolist()
-        if self._changed:
-            numbers += [number for number in self._changed if first <= number <= last]
-            return sorted(set(numbers))
-        return numbers
+        numbers = set(self._numbers[start:end])
+        rows = range(first, last + 1)
+        if len(rows) < len(self._changed):
+            numbers.update(number for number in rows if number in self._changed)
+        else:
+            numbers.update(number for number in self._changed if number in rows)
+        return sorted(numbers)
 
     def taken(self, spanning: Iterable[int] = ()) -> Iterator[Row]:
         """The rows from top to bottom, with an empty one for each gap. They are gone afterwards.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from blend_retrieval.readers.xml_trees import MOST_CHARACTERS
 MOST_CELLS = 2_000_000  # of a workbook
 _MOST_COVERED = 10_000_000  # places under merged cells
 _MOST_SEEN = 10_000_000  # rows and cells of a file, blank ones among them
+_MOST_MERGED = 500_000  # merged cells of a sheet
 _MOST_REPEATED = 200_000  # cells of a workbook that repeat others: a few letters of a file can name millions
 _LETTERS = 26
 _PAGE_WORDS = 2
@@ -91,6 +93,12 @@ class Sheet:
     lost: set[str] = field(default_factory=set)
     budget: Budget = field(default_factory=Budget)
 
+    def merge(self, area: Area) -> None:
+        """Let an area's first cell stand for all of it. Raises `UnreadableError` if there are too many."""
+        self.merged.append(area)
+        if len(self.merged) > _MOST_MERGED:
+            raise UnreadableError(f"has more than {_MOST_MERGED:,} merged cells")
+
     def name_place(self, reason: str, place: str, *, is_lost: bool = False) -> None:
         """Name a place of the sheet, such as "B2", with what is to say about it."""
         self.places.setdefault(reason, []).append(place)
@@ -124,7 +132,9 @@ class Sheet:
             text = self.rows.get(area.first_row).get(area.first_column)
             if text is None:
                 continue
-            covered = [column for column in columns if area.first_column <= column <= area.last_column]
+            start = bisect_left(columns, area.first_column)
+            end = bisect_right(columns, area.last_column)
+            covered = columns[start:end]
             if len(covered) > 1:
                 if area.first_row in alone and area.first_column == columns[0]:
                     covered = covered[:1]  # a title or a remark

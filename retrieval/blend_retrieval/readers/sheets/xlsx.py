@@ -213,7 +213,7 @@ class _SheetReader:
         first, _, last = reference.partition(":")
         corner = _place(first)
         end = _place(last or first)
-        self._sheet.merged.append(Area(corner.row, corner.column, end.row, end.column))
+        self._sheet.merge(Area(corner.row, corner.column, end.row, end.column))
 
     def _read_row(self, element: ET.Element, following: int) -> int:
         """Read a row's cells. following: its number if it names none. Returns its number."""
