@@ -4,6 +4,7 @@
     fetching = fetch_progress()          # the same for weights
     with counting("Verifying caches", "caches", total) as count:
         count(1)
+    with reading() as progress:          # progress("a.xlsx", done, total, "bytes")
 
 A bar appears after two seconds, so that short stages draw nothing. It is gone when its stage ends, or its command does, and
 leaves one line.
@@ -226,6 +227,29 @@ def fetch_progress() -> Progress:
             note(f"{words.words}{part} ...")
 
     return show
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[str, int, int, str], None]]:
+    """Show on a terminal how far the reader of a long file is, while the block runs.
+
+    It gets the callback for `load_documents`: the file's name, what is read of it, of how much, and the unit, which
+    is empty where the file ends.
+    """
+    display = StageDisplay()
+
+    def show(name: str, done: int, total: int, unit: str) -> None:
+        if not draws_bars():
+            return
+        if unit:
+            display.update(StageWords(f"Reading {name}", unit), done, total)
+        else:
+            display.end()
+
+    try:
+        yield show
+    finally:
+        display.end()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from blend_retrieval.decoding import DecodingError
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.html.html import read_xhtml
 from blend_retrieval.readers.html.pictures import PICTURE
+from blend_retrieval.readers.progress import reported
 from blend_retrieval.readers.xml_trees import xml_root
 from blend_retrieval.readers.zipped import Archive, opened_zip
 
@@ -38,7 +39,7 @@ def read_epub(data: bytes, title: str) -> Parts:
         chapters = []
         faults = _unlisted(package)
         order = Counter(_chapters(package, posixpath.dirname(place)))
-        for chapter, times in order.items():
+        for chapter, times in reported(order.items(), len(order), "chapters"):
             if times > 1:
                 faults.append(Fault(f"chapter {chapter}", f"stands {times:,} times in the book, and is read once", 0))
             try:

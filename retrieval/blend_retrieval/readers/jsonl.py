@@ -9,6 +9,7 @@ from typing import Any
 from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
 from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, notes
+from blend_retrieval.readers.progress import reported
 
 
 def record_part(record: Any, text_field: str) -> Part:
@@ -40,7 +41,8 @@ def read_jsonl(data: bytes, title: str, text_field: str = TEXT_FIELD) -> Parts:
     parts: dict[Part, None] = {}
     text, note = decode(data)
     faults = notes(note)
-    for number, line in enumerate(text.split("\n"), start=1):
+    lines = text.split("\n")
+    for number, line in enumerate(reported(lines, len(lines), "lines"), start=1):
         if not line.strip():
             continue
         try:

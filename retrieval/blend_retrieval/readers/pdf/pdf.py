@@ -20,6 +20,7 @@ from blend_retrieval.readers.pdf.fields import Box, FieldText, take_annotations
 from blend_retrieval.readers.pdf.headings import Entry, with_headings
 from blend_retrieval.readers.pdf.layout import Piece
 from blend_retrieval.readers.pdf.pages import page_texts
+from blend_retrieval.readers.progress import reported
 
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument, PdfObject, PdfPage, PdfTextPage
@@ -68,7 +69,7 @@ def read_pdf(data: bytes, title: str) -> Parts:
             document.init_forms()
             outline = list(_outline(document))
             numbers = range(len(document))
-            pages = [_read_page(document, number) for number in numbers]
+            pages = [_read_page(document, number) for number in reported(numbers, len(numbers), "pages")]
             named = _decoded(partial(document.get_metadata_value, "Title"))
             attachments = map(document.get_attachment, range(document.count_attachments()))
             names = [attachment.get_name() for attachment in attachments]

@@ -10,6 +10,7 @@ from typing import Any
 from blend_retrieval.document import enumerated
 from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.jsonl import record_part
+from blend_retrieval.readers.progress import report
 from blend_retrieval.readers.sheets.sheets import MOST_CELLS
 from blend_retrieval.readers.tables import markdown_table
 
@@ -82,6 +83,7 @@ class _Columns:
             header = list(batch.column_names)
             columns = map(self._texts, header, batch.columns)
             rows += map(list, zip(*columns, strict=True))
+            report(len(rows), 0, "rows")
             most_rows = MOST_CELLS // max(len(header), 1)
             if len(rows) > most_rows:
                 reason = f"has more than the {MOST_CELLS:,} cells that are read"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from blend_retrieval.decoding import decode
 from blend_retrieval.document import enumerated
 from blend_retrieval.readers.base import Fault, Part, Parts, notes
+from blend_retrieval.readers.progress import reported
 from blend_retrieval.readers.tables import Row, filled_cells, sheet_markdown, table_cell
 
 _DELIMITERS = ",;\t|"
@@ -60,7 +61,8 @@ def _read(data: bytes, title: str, delimiters: str) -> Parts:
         text = text[first_line.end() :]
     quote = _quote(text)
     delimiter = delimiters if len(delimiters) == 1 else _delimiter(text, delimiters, quote)
-    records = list(_records(text, delimiter, quote))
+    rows = _records(text, delimiter, quote)
+    records = list(reported(rows, text.count("\n") + 1, "rows"))
     captions = _captions(records)
     table = Part("", title, sheet_markdown(_rows(records, captions, delimiter)), "markdown")
     return [table, *_long_rows(records, captions), *notes(note)]
