@@ -20,10 +20,12 @@ from typing import Any, BinaryIO
 from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument, valid_name
 from blend_retrieval.limited import restrict, start_process
 from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
-from blend_retrieval.readers import TEXT_FIELD
+from blend_retrieval.readers import TEXT_FIELD, is_plain
 
 FIRST_MEMORY = 1 << 29
 """Bytes of memory of a first try. Readers of small files take 50 to 150 MB."""
+SHORT_BYTES = 100_000
+"""The longest plain text that is read without a process. The slowest takes 0.4 s of a processor."""
 WALL_PER_CPU_SECOND = 10  # a busy machine gives this process a tenth of a processor
 _LOOK_S = 0.2
 
@@ -73,6 +75,26 @@ class ReadingLimits:
         seconds = min(self.most_seconds, self.first_seconds)
         memory = min(self.memory, FIRST_MEMORY)
         return replace(self, most_seconds=seconds, memory=memory)
+
+
+def is_short(name: str, nbytes: int) -> bool:
+    """Whether a file of this name and size may be read by `load_short`."""
+    return nbytes <= SHORT_BYTES and is_plain(name)
+
+
+def load_short(name: str, data: bytes) -> LoadedDocuments | None:
+    """Read a short plain text in this process, like `load_bytes`. None if a process has to read it.
+
+    Text in UTF-8 only has to be decoded. To detect other encodings, and to read front matter, parsers are needed.
+    """
+    if not is_short(name, len(data)) or b"\0" in data:
+        return None
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+    may_have_front_matter = text.lstrip().startswith("---")
+    return None if may_have_front_matter else load_bytes(name, data)
 
 
 class IsolatedReader:

@@ -10,7 +10,7 @@ import pytest
 from pdfs import minimal_pdf
 
 from blend_retrieval.document import SkippedDocument
-from blend_retrieval.isolated import IsolatedReader, ReadingLimits, StoppedError
+from blend_retrieval.isolated import IsolatedReader, ReadingLimits, StoppedError, load_short
 from blend_retrieval.loading import load_bytes
 
 SLOW = "slow.rst", b"*a* ``b`` c\n\n" * 100_000  # many seconds for its parser
@@ -106,3 +106,28 @@ def test_closing_ends_what_is_read_and_blames_no_file():
         assert process.returncode == -signal.SIGKILL
     with pytest.raises(StoppedError):
         reader.read("a.md", b"A bell.")
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.txt", "Makefile", "a.py", "README"])
+def test_a_short_plain_text_needs_no_process(name):
+    text = "# Grüße\r\n\nA bell. 🔔 ".encode()
+    assert load_short(name, text) == load_bytes(name, text) == IsolatedReader(ReadingLimits()).read(name, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.pdf", minimal_pdf("The harbour")),
+        ("a.rst", b"A bell."),
+        ("a.jsonl", b'{"text": "A bell."}'),
+        ("a.exe", b"A bell."),
+        ("a.txt", "Straße".encode("latin-1")),
+        ("a.txt", "A bell.".encode("utf-16-le")),
+        ("a.md", b"---\ntitle: A bell\n---\n"),
+        ("a.md", b"\xef\xbb\xbf---\ntitle: A bell\n---\n"),
+        ("a.md", b"\r\n---\r\ntitle: A bell\r\n---\r\n"),
+        ("a.txt", b"A bell. " * 100_000),
+    ],
+)
+def test_parsers_and_detectors_run_in_processes(name, data):
+    assert load_short(name, data) is None

@@ -120,7 +120,7 @@ def until(happened: Callable[[], bool], timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not happened():
         assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def states(documents: Documents) -> dict[str, str]:

@@ -1,9 +1,12 @@
 """Files that take long to be read hold up neither their own corpus nor other tenants."""
 
+import json
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import pytest
 from changing import LAST_S, Make, compute_here, delete, open_corpus, page, states, until
 
 from blend.serve.documents.documents import Documents, indexing_turns
@@ -11,23 +14,57 @@ from blend.serve.documents.lanes import FIRST_TRIES, READER_MEMORY
 from blend.serve.documents.uploads import DocumentLimits, UploadedFile
 from blend.serve.turns import RecentUse, Turns
 from blend_retrieval.isolated import ReadingLimits
+from blend_retrieval.limited import start_process
 
 SLOW = UploadedFile("slow.rst", b"*a* ``b`` c\n\n" * 100_000)  # many seconds for its parser
 SHORT_TRIES = DocumentLimits(reading=ReadingLimits(first_seconds=1.0))
+SPOKEN = b"1\n00:00:01,000 --> 00:00:04,000\nThe bell of Orr weighs 31 stone.\n"
+CAPTIONS = UploadedFile("small.srt", SPOKEN)  # their reader starts quickly
 SMALL = UploadedFile("small.txt", b"The bell of Orr weighs 31 stone.\n" * 60)
 
 
 def test_short_files_of_the_corpus_go_ahead_of_one_that_takes_long(make: Make) -> None:
     documents = make(limits=SHORT_TRIES)
-    documents.add([SLOW, SMALL, page("harbour", 1)])
-    until(lambda: states(documents)["small.txt"] == states(documents)["harbour.md"] == "ready")
+    documents.add([SLOW, CAPTIONS, page("harbour", 1)])
+    until(lambda: states(documents)["small.srt"] == states(documents)["harbour.md"] == "ready")
     assert states(documents)["slow.rst"] in ("queued", "reading")
-    documents.add([UploadedFile("late.txt", SMALL.data)])
-    until(lambda: states(documents)["late.txt"] == "ready")
+    documents.add([UploadedFile("late.srt", SPOKEN)])
+    until(lambda: states(documents)["late.srt"] == "ready")
     assert states(documents)["slow.rst"] in ("queued", "reading")
     assert delete(documents, "slow.rst")
     assert documents.wait(LAST_S)
-    assert states(documents) == dict.fromkeys(("harbour.md", "late.txt", "small.txt"), "ready")
+    assert states(documents) == dict.fromkeys(("harbour.md", "late.srt", "small.srt"), "ready")
+
+
+def test_short_texts_need_no_reader(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_by_processes = set()
+
+    def start(module: str, content: bytes) -> Any:
+        read_by_processes.add(json.loads(content.splitlines()[0])["name"])
+        return start_process(module, content)
+
+    monkeypatch.setattr("blend_retrieval.isolated.start_process", start)
+    others = {
+        "a.srt": SPOKEN,
+        "latin.txt": "Stra\xdfe".encode("latin-1"),
+        "front.md": b"---\ntitle: The bell\n---\nIt rings.",
+        "long.txt": SMALL.data * 60,
+    }
+    texts = [page("harbour", 1), SMALL, UploadedFile("Makefile", b"all: bell"), UploadedFile("bell.py", b"# It rings.")]
+    documents = make()
+    documents.add([*(UploadedFile(*item) for item in others.items()), *texts])
+    assert documents.wait(LAST_S)
+    assert states(documents).items() >= {file.name: "ready" for file in texts}.items()
+    assert read_by_processes == others.keys()
+
+
+def test_a_short_text_goes_ahead_of_a_file_in_its_first_try(make: Make) -> None:
+    documents = make()
+    documents.add([SLOW])
+    until(lambda: states(documents) == {"slow.rst": "reading"})
+    documents.add([SMALL])
+    until(lambda: states(documents)["small.txt"] == "ready", 2.5)  # the first try takes 3 s of a processor
+    assert states(documents)["slow.rst"] == "reading"
 
 
 def test_four_tenants_with_such_files_leave_a_place_for_another(tmp_path: Path, small_model: Path) -> None:
@@ -41,10 +78,10 @@ def test_four_tenants_with_such_files_leave_a_place_for_another(tmp_path: Path, 
             stack.callback(documents.close)
         *hostile, honest = corpora
         for documents in hostile:
-            documents.add([SLOW, UploadedFile("more.rst", SLOW.data)])
+            documents.add([SLOW])
         until(lambda: states(hostile[0])["slow.rst"] == "reading")
-        honest.add([SMALL])
-        until(lambda: states(honest) == {"small.txt": "ready"})
+        honest.add([CAPTIONS])
+        until(lambda: states(honest) == {"small.srt": "ready"})
         assert all("ready" not in states(documents).values() for documents in hostile)
 
 

@@ -63,16 +63,23 @@ class Batch:
 
 
 def together(waiting: Iterator[QueuedUpload]) -> Iterator[QueuedUpload]:
-    """The first uploads that may be indexed together."""
-    nbytes = 0
-    removes: bool | None = None
-    for number, queued in enumerate(waiting):
+    """The first uploads that may be indexed together.
+
+    Files that need a reader are not among others, which would wait for it.
+    """
+    nbytes = number = 0
+    removes = is_short = False
+    for queued in waiting:
         is_removal = queued.upload.kind == "delete"
+        if number and not is_removal and not removes and queued.is_short != is_short:
+            continue
         nbytes += queued.nbytes
-        ends = queued.alone or nbytes > MOST_BYTES_AT_ONCE or removes not in (None, is_removal)
+        ends = queued.alone or nbytes > MOST_BYTES_AT_ONCE or removes != is_removal
         if number and (ends or number == MOST_AT_ONCE):
             return
         yield queued
+        number += 1
+        is_short = queued.is_short
         if queued.alone:
             return
         removes = is_removal

@@ -41,6 +41,7 @@ from blend.serve.documents.upload_files import (
 )
 from blend.serve.documents.uploads import DocumentState, Upload, UploadKind
 from blend.serve.failures import LOG
+from blend_retrieval.isolated import is_short
 
 IS_WAITING = "state IN ('queued', 'reading', 'indexing')"
 COLUMNS = "number, state, nbytes, tries, place, kind, id, title, reason, text_field, bytes"
@@ -89,6 +90,11 @@ class QueuedUpload(NamedTuple):
     def alone(self) -> bool:
         """Whether it is indexed without others, because one of them may be at fault."""
         return self.tries > 0
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it is taken in without a reader: no file, or a short plain text."""
+        return self.upload.kind != "file" or is_short(self.upload.id, self.nbytes)
 
 
 @dataclass(frozen=True)

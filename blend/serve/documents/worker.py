@@ -26,7 +26,7 @@ from blend.serve.turns import Turns
 from blend_retrieval import Document
 from blend_retrieval.document import LoadedDocuments
 from blend_retrieval.errors import DocumentsError
-from blend_retrieval.isolated import BeyondLimitsError, ReadingLimits, StoppedError
+from blend_retrieval.isolated import BeyondLimitsError, ReadingLimits, StoppedError, load_short
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock
@@ -262,7 +262,7 @@ class CorpusWorker:
     def _can_begin(self) -> Callable[[QueuedUpload], bool]:
         """Says of an upload whether it can begin now.
 
-        One file has its first try at a time. Uploads of one file keep their order.
+        One file has its first try at a time; short texts need no reader. Uploads of one file keep their order.
         """
         reading = [batch for batch in self._begun if batch.is_reading]
         files = {file_of(queued.upload.id) or queued.upload.id for batch in reading for queued in batch.uploads}
@@ -271,7 +271,7 @@ class CorpusWorker:
 
         def can_begin(queued: QueuedUpload) -> bool:
             upload = queued.upload
-            if queued.number in numbers or (tries_first and upload.kind == "file"):
+            if queued.number in numbers or (tries_first and not queued.is_short):
                 return False
             return (file_of(upload.id) or upload.id) not in files
 
@@ -379,13 +379,21 @@ class CorpusWorker:
 
         Waits for places and readers. None if the other uploads of the batch go on without it.
         """
+        if queued.is_short:
+            loaded = load_short(queued.upload.id, self._queue.take(queued).data)
+            if loaded is not None:
+                return loaded
+            self._queue.put_back([queued])
+            if len(batch.uploads) > 1:
+                self._divide_off(batch, queued, is_long=False)
+                return None
         if not batch.is_long:
             try:
                 return (yield from self._attempt(batch, queued, self._reading.of_first_try))
             except BeyondLimitsError:
                 self._queue.put_back([queued])
             if len(batch.uploads) > 1:
-                self._divide_off(batch, queued)
+                self._divide_off(batch, queued, is_long=True)
                 return None
             batch.is_long = True
         try:
@@ -412,10 +420,10 @@ class CorpusWorker:
             batch.awaited = None
             place.leave()
 
-    def _divide_off(self, batch: Batch, queued: QueuedUpload) -> None:
-        """Give a file that takes long a batch of its own."""
+    def _divide_off(self, batch: Batch, queued: QueuedUpload, *, is_long: bool) -> None:
+        """Give a file that needs a reader, or one for long, a batch of its own."""
         batch.uploads.remove(queued)
-        alone = Batch([queued], is_long=True)
+        alone = Batch([queued], is_long=is_long)
         alone.steps = self._steps(alone)
         self._begun.append(alone)
 

@@ -35,6 +35,7 @@ __all__ = [
     "Reader",
     "UnreadableError",
     "has_text_name",
+    "is_plain",
     "is_template",
     "kind_of",
     "reader_for",
@@ -112,6 +113,12 @@ def has_text_name(name: str) -> bool:
     """Whether files of this name are text by custom, such as Makefile and LICENSE."""
     first = re.split(r"[.-]", PurePosixPath(name).name.lower(), maxsplit=1)[0]
     return first in _TEXT_NAMES.split()
+
+
+def is_plain(name: str) -> bool:
+    """Whether files of this name are text that needs no parser: Markdown, plain text, source code."""
+    kind = kind_of(name)
+    return kind == "" or _READERS.get(kind or "", "").startswith("text:")
 
 
 def is_template(name: str) -> bool:
