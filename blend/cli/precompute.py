@@ -15,7 +15,7 @@ import click
 from blend.cli import opening, options
 from blend.cli.console import note, print_json, say
 from blend.cli.options import PLACE, TEXT, Parsed, number
-from blend.cli.progress import stage_progress
+from blend.cli.progress import reading, stage_progress
 from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import WHOLE, Share
 from blend.errors import ConfigError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from blend.corpus import Compute, Precomputed
     from blend.rag import Rag
     from blend.store import StoreStats
+    from blend_retrieval.document import LoadedDocuments
 
 _EXAMPLE = 0.05  # the quality that the documentation asks for
 _RESUME = "interrupted; what was computed is stored, run the same command again to go on"
@@ -100,13 +101,11 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as
     The corpus becomes exactly these documents. Chunks that did not change are not computed again. A document that exists but
     cannot be read stays as it was. Run a stopped command again to go on.
     """
-    from blend_retrieval import load_documents
-
     opening.check(values)
     _check(values, quick=quick)
     share: Share | None = values["share"]
     questions = _questions(values["questions"])
-    documents = load_documents(paths, text_field=text_field)
+    documents = _load(paths, text_field)
     rag = opening.open_rag(values, needs_index=False)
     if values["engine"] == "vllm":
         from blend.integrations.vllm.offline import load_decoder
@@ -135,6 +134,15 @@ def command(paths: tuple[Path, ...], add: bool, quick: bool, text_field: str, as
             note(_fitted(rag, questions))
     except KeyboardInterrupt:
         raise click.Abort(_RESUME) from None
+
+
+def _load(paths: tuple[Path, ...], text_field: str) -> LoadedDocuments:
+    """Read the documents in a process with limits: a file that ends it or fills its memory is skipped."""
+    from blend_retrieval import load_documents
+    from blend_retrieval.reader_process import ReaderProcess
+
+    with reading() as progress, ReaderProcess(progress=progress) as reader:
+        return load_documents(paths, text_field=text_field, read=reader.read)
 
 
 def _check(values: dict[str, Any], *, quick: bool) -> None:

@@ -30,8 +30,13 @@ OUT_OF_MEMORY = "needs more memory to be read than it may have: divide it"
 _NAMED_REASONS = 3
 _HEAD = 1 << 16  # bytes that tell whether a file without a suffix is text
 
+ReadFile = Callable[[Path, str], Parts]
+"""(path, the field of JSONL records that holds their text) -> what the file holds. Raises `UnreadableError`."""
 
-def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD) -> LoadedDocuments:
+
+def load_documents(
+    paths: str | Path | Iterable[str | Path], *, text_field: str = TEXT_FIELD, read: ReadFile | None = None
+) -> LoadedDocuments:
     """Read every document in these files and folders.
 
     Folders are read recursively. Symbolic links are followed, but each folder is read once; `skipped` notes links that lead
@@ -41,6 +46,7 @@ def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str 
     Args:
         paths: files and folders.
         text_field: the field of JSONL records that holds their text.
+        read: reads a file; by default in this process. `ReaderProcess.read` reads it in one with limits.
 
     Raises:
         DocumentsError: a path does not exist, or nothing could be read.
@@ -48,7 +54,8 @@ def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str 
     if isinstance(paths, str | Path):
         paths = [paths]
     roots = [Path(path) for path in paths]
-    collection = _Collection(text_field)
+    read_file = read or parts_of
+    collection = _Collection()
     read_paths: set[Path] = set()
     taken: set[str] = set()
     for root in roots:
@@ -57,7 +64,7 @@ def load_documents(paths: str | Path | Iterable[str | Path], *, text_field: str 
             if whole_path not in read_paths:
                 read_paths.add(whole_path)
                 name = _free_name(root, path, taken)
-                collection.add(path, name, partial(_bytes, path))
+                collection.add(path, name, partial(read_file, path, text_field))
     if not collection.documents:
         raise DocumentsError(_nothing(roots, collection.skipped))
     return collection.loaded()
@@ -68,9 +75,35 @@ def load_bytes(name: str, data: bytes, text_field: str = TEXT_FIELD) -> LoadedDo
 
     Never raises: unreadable parts are in `skipped`.
     """
-    collection = _Collection(text_field)
-    collection.add(PurePosixPath(name), valid_name(name), lambda: data)
+    path = PurePosixPath(name)
+    collection = _Collection()
+    collection.add(path, valid_name(name), lambda: _parts(path, lambda: data, text_field))
     return collection.loaded()
+
+
+def parts_of(path: Path, text_field: str = TEXT_FIELD) -> Parts:
+    """The documents of a file, and what could not be read of it. Raises `UnreadableError`."""
+    return _parts(path, partial(_bytes, path), text_field)
+
+
+def _parts(path: PurePath, content: Callable[[], bytes], text_field: str) -> Parts:
+    kind = kind_of(path.name)
+    reader = None if kind is None else reader_for(kind, text_field)
+    if reader is None:
+        raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
+    data = content()
+    if not data.strip():
+        raise UnreadableError("is empty", is_there=False)
+    try:
+        return reader(data, _named(path))
+    except UnreadableError:
+        raise
+    except MemoryError:
+        raise UnreadableError(OUT_OF_MEMORY) from None
+    except RecursionError:
+        raise UnreadableError(TOO_DEEP) from None
+    except Exception as error:  # one file that breaks a parser must not stop the others
+        raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 
 
 def _nothing(roots: list[Path], skipped: list[SkippedDocument]) -> str:
@@ -226,10 +259,9 @@ def _free_name(root: Path, path: Path, taken: set[str]) -> str:
 
 
 class _Collection:
-    """What was read, and what was skipped. text_field: of JSONL records, that holds their text."""
+    """What was read, and what was skipped."""
 
-    def __init__(self, text_field: str) -> None:
-        self._text_field = text_field
+    def __init__(self) -> None:
         self.documents: dict[str, Document] = {}
         self.skipped: list[SkippedDocument] = []
 
@@ -238,11 +270,11 @@ class _Collection:
         documents = sorted(self.documents.values())  # by id
         return LoadedDocuments(tuple(documents), tuple(self.skipped))
 
-    def add(self, path: PurePath, name: str, content: Callable[[], bytes]) -> None:
+    def add(self, path: PurePath, name: str, read: Callable[[], Parts]) -> None:
         """Read a file. name: of its documents."""
         where = _valid_path(path)
         try:
-            parts = self._read(path, content)
+            parts = read()
         except UnreadableError as error:
             unread = (name,) if error.is_there else ()
             self.skipped.append(SkippedDocument(where, str(error), unread))
@@ -269,25 +301,6 @@ class _Collection:
                     markup=part.markup,
                 )
         self._note(where, useless, ())
-
-    def _read(self, path: PurePath, content: Callable[[], bytes]) -> Parts:
-        kind = kind_of(path.name)
-        reader = None if kind is None else reader_for(kind, self._text_field)
-        if reader is None:
-            raise UnreadableError(f"is none of the kinds that can be read ({KINDS})")
-        data = content()
-        if not data.strip():
-            raise UnreadableError("is empty", is_there=False)
-        try:
-            return reader(data, _named(path))
-        except UnreadableError:
-            raise
-        except MemoryError:
-            raise UnreadableError(OUT_OF_MEMORY) from None
-        except RecursionError:
-            raise UnreadableError(TOO_DEEP) from None
-        except Exception as error:  # one file that breaks a parser must not stop the others
-            raise UnreadableError(f"cannot be parsed as {path.suffix} ({type(error).__name__})") from error
 
     def _note(self, source: str, faults: Sequence[Fault], unread: tuple[str, ...]) -> None:
         """Note the faults of a file, one entry a reason."""
