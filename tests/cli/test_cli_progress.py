@@ -13,7 +13,7 @@ from pty_terminal import TERMINAL, Terminal, screens
 
 from blend.cli import console, progress
 from blend.cli.console import note
-from blend.cli.progress import counting, fetch_progress, stage_progress
+from blend.cli.progress import counting, fetch_progress, reading, stage_progress
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 RED = "\x1b[31m"
@@ -260,3 +260,26 @@ def test_a_quick_command_draws_no_bar(blend, documents):
     *_, last = screens(shown, 100)
     assert [line.partition(" ")[0] for line in last if line] == ["Loading", "Computing"]
     assert not any("━" in line for lines in screens(shown, 100) for line in lines)
+
+
+def test_a_long_file_is_named_while_it_is_read(clock, on_terminal):
+    terminal = on_terminal()
+    with reading() as show:
+        show("sheet.xlsx", 100, 1000, "bytes")
+        clock[0] += 5
+        show("sheet.xlsx", 400, 1000, "bytes")
+        note("halfway")  # draws
+        show("sheet.xlsx", 0, 0, "")
+        note("behind it")
+    shown = shown_by(terminal)
+    before, _, after = shown.partition("behind it")
+    assert "Reading sheet.xlsx" in before
+    assert " 40%" in before
+    assert "Reading" not in after
+
+
+def test_long_files_leave_no_lines_in_logs(capsys):
+    with reading() as show:
+        show("sheet.xlsx", 100, 1000, "bytes")
+        show("sheet.xlsx", 1000, 1000, "bytes")
+    assert capsys.readouterr().err == ""

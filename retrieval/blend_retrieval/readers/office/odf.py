@@ -11,11 +11,12 @@ from blend_retrieval.readers.html.html import html_to_markdown
 from blend_retrieval.readers.office.numbered import numbered_markdown
 from blend_retrieval.readers.office.odf_html import DRAW, OFFICE, PRESENTATION, OdfHtml, styles_of
 from blend_retrieval.readers.office.odf_lists import STYLE, TEXT
-from blend_retrieval.readers.xml_trees import MOST_NODES, xml_root
+from blend_retrieval.readers.xml_trees import xml_root
 from blend_retrieval.readers.zipped import Archive, opened_zip
 
 _MANIFEST = "META-INF/manifest.xml"
 _TITLE = ".//{http://purl.org/dc/elements/1.1/}title"
+_MOST_NODES = 1_000_000  # elements and attributes of a part: HTML is made of them
 _FEW = 2  # words such as "Page of"
 _PAGE_FIELDS = (f"{TEXT}page-number", f"{TEXT}page-count")
 
@@ -44,13 +45,13 @@ class _File:
         if name not in self._archive:
             return None
         content = self._archive.read(name)
-        return xml_root(content)
+        return xml_root(content, _MOST_NODES)
 
     def _embedded(self, place: str) -> Element | None:
         """The content of an object in the text. Raises `UnreadableError` if objects are named again and again."""
         root = self.root(f"{place}/content.xml")
         self._embedded_nodes += 0 if root is None else sum(1 for _ in root.iter())
-        if self._embedded_nodes > MOST_NODES:
+        if self._embedded_nodes > _MOST_NODES:
             raise UnreadableError("names its embedded objects too often")
         return root
 

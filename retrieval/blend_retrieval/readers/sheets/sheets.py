@@ -16,7 +16,7 @@ from blend_retrieval.readers.xml_trees import MOST_CHARACTERS
 MOST_CELLS = 2_000_000  # of a workbook
 _MOST_COVERED = 10_000_000  # places under merged cells
 _MOST_SEEN = 10_000_000  # rows and cells of a file, blank ones among them
-_MOST_MERGED = 500_000  # merged cells of a sheet
+_MOST_MERGED = 200_000  # merged cells of a sheet
 _MOST_REPEATED = 200_000  # cells of a workbook that repeat others: a few letters of a file can name millions
 _LETTERS = 26
 _PAGE_WORDS = 2
