@@ -5,6 +5,7 @@ The process gets name and bytes of the file on standard input and answers with o
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument,
 from blend_retrieval.limited import restrict, start_process
 from blend_retrieval.loading import OUT_OF_MEMORY, load_bytes
 from blend_retrieval.readers import TEXT_FIELD, is_plain
+from blend_retrieval.readers.zipped import declared_size
 
 FIRST_MEMORY = 1 << 29
 """Bytes of memory of a first try. Readers of small files take 50 to 150 MB."""
@@ -28,6 +30,8 @@ SHORT_BYTES = 100_000
 """The longest plain text that is read without a process. The slowest takes 0.4 s of a processor."""
 WALL_PER_CPU_SECOND = 10  # a busy machine gives this process a tenth of a processor
 _LOOK_S = 0.2
+_PACKED = 20  # bytes of an archive's text that take as long as one byte of another file
+_OBJECTS = 100_000  # between two looks for cycles, which would take half of the time of a large Word file
 
 
 class StoppedError(Exception):
@@ -50,7 +54,8 @@ class ReadingLimits:
     """Limits of reading one file.
 
     Attributes:
-        seconds, seconds_a_megabyte: of a processor, for any file and for each 10^6 bytes of it.
+        seconds, seconds_a_megabyte: of a processor, for any file and for each 10^6 bytes of it. In archives 10^6 bytes count
+            that are packed, or 2 * 10^7 that are unpacked.
         most_seconds: for the largest file.
         first_seconds: for a first try of any file.
         memory: bytes of address space.
@@ -65,9 +70,10 @@ class ReadingLimits:
     memory: int = 5 << 29
     characters: int = 32 << 20
 
-    def seconds_for(self, nbytes: int) -> float:
-        """Processor seconds for a file of this size."""
-        return min(self.seconds + self.seconds_a_megabyte * nbytes / 1e6, self.most_seconds)
+    def seconds_for(self, nbytes: int, unpacked: int = 0) -> float:
+        """Processor seconds for a file of this size. unpacked: bytes to which an archive unpacks."""
+        counted = max(nbytes, unpacked / _PACKED)
+        return min(self.seconds + self.seconds_a_megabyte * counted / 1e6, self.most_seconds)
 
     @property
     def of_first_try(self) -> ReadingLimits:
@@ -130,7 +136,7 @@ class IsolatedReader:
         self, name: str, data: bytes, text_field: str = TEXT_FIELD, require: Callable[[], None] = lambda: None
     ) -> LoadedDocuments:
         """Read a file like `read`. Raises `BeyondLimitsError` too, for a file that higher limits may suffice for."""
-        seconds = self._limits.seconds_for(len(data))
+        seconds = self._limits.seconds_for(len(data), declared_size(data))
         limits = {**asdict(self._limits), "seconds": seconds}
         request = {"name": name, "text_field": text_field, "limits": limits}
         head = json.dumps(request).encode()
@@ -196,6 +202,7 @@ def main() -> None:
     head = json.loads(request.readline())
     limits = ReadingLimits(**head["limits"])
     restrict(max(1, round(limits.seconds)), limits.memory)
+    gc.set_threshold(_OBJECTS)
     with answers:
         answer = _answer(head["name"], request, head["text_field"], limits)
         answers.write(json.dumps(answer).encode())

@@ -12,9 +12,11 @@ from office_files import epub, zipped_files
 from pdfs import minimal_pdf
 from sheet_files import grid, ods_content, xlsx
 
+from blend_retrieval.isolated import ReadingLimits
 from blend_retrieval.loading import load_bytes
 from blend_retrieval.readers import progress
 from blend_retrieval.readers.progress import reported_to
+from blend_retrieval.readers.zipped import declared_size
 
 _REPOSITORY = Path(__file__).parents[2]
 _PEAK = """
@@ -194,3 +196,23 @@ def test_short_files_say_nothing():
         load_bytes("a.csv", b"a,b\n1,2\n")
     load_bytes("a.csv", b"a,b\n" * 3000)
     assert reports == []
+
+
+def test_processor_time_of_an_archive_grows_with_what_it_holds():
+    """A sheet of a million rows of one kind is packed 200 times, and takes 15 s."""
+    limits = ReadingLimits()
+    rows = sheet_row(1, "a", "b") * 100_000
+    data = sheet(rows)
+    unpacked = declared_size(data)
+    assert len(data) < 100_000
+    assert unpacked > len(rows)
+    assert limits.seconds_for(len(data), unpacked) > 14
+    assert limits.seconds_for(len(data), 10 * unpacked) > 50
+    assert limits.seconds_for(3000, 1 << 40) == limits.most_seconds
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"PK", b"PK\x05\x06" + b"\xff" * 18, b"PK" + b"PK\x05\x06" + b"\0" * 18, b"text"]
+)
+def test_no_archive_counts_as_it_is(data):
+    assert declared_size(data) == 0
