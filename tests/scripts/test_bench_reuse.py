@@ -1,23 +1,41 @@
 """`scripts/bench_reuse` and `scripts/bench_edits` on a tiny model."""
 
 import json
+import random
+import sys
 
-from commands import ROOT, printed
+from commands import ROOT, module, printed
 
 from tests.serve.tool_templates import QWEN
 from tests.tiny_model import save_tiny_model
+from tests.towns import documents
 
 
-def tiny(folder):
-    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
+def tiny(folder, checkout):
+    text = "\n".join(page.read_text() for page in sorted((checkout / "docs").glob("*.md")))
     return save_tiny_model(folder / "tiny", text[:40_000], template=QWEN, max_position_embeddings=16_384)
 
 
-def measured(folder, script, **options):
+def write_prose(folder):
+    """A checkout in which no line comes twice: every text is of random words."""
+    draw = random.Random(1)
+    words = sorted({word for text in documents().values() for word in text.split() if word.isalpha()})
+
+    def text(lines):
+        return "\n".join(" ".join(draw.choices(words, k=12)) for _ in range(lines))
+
+    (folder / "docs").mkdir(parents=True)
+    (folder / "docs" / "page.md").write_text("\n\n".join(text(3) for _ in range(40)))
+    (folder / "blend").mkdir()
+    for name in ("anvil", "bridge", "clock", "dune", "ember", "fjord", "gate"):
+        (folder / "blend" / f"{name}.py").write_text(text(20))
+
+
+def measured(folder, script, checkout, **options):
     """The rows of all cases, after --show has shown each of them."""
     file = folder / "r.json"
     small = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-    given = (script, "--json", file, "--model", tiny(folder), "--kl-records", 2, *small)
+    given = (script, "--json", file, "--model", tiny(folder, checkout), *small)
     printed(*given)
     shown = printed(*given, "--show")
     rows = {row["case"]: row for row in json.loads(file.read_text())["reuse"]}
@@ -26,7 +44,7 @@ def measured(folder, script, **options):
 
 
 def test_every_case_reuses_what_recurs(tmp_path):
-    rows = measured(tmp_path, "bench_reuse", characters=800, rounds=1, requests=20)
+    rows = measured(tmp_path, "bench_reuse", ROOT, characters=800, rounds=1, requests=20, kl_records=1)
     # In 20 requests of `novel` some recurring text comes for the first time among the last ten. Elsewhere a piece that
     # reaches over the end of a text is new behind another text: for a third of the first prompts' rows. A conversation that
     # has an earlier one's results in the same order counts as that one, edited. The text is
@@ -36,8 +54,13 @@ def test_every_case_reuses_what_recurs(tmp_path):
     assert {name: row["reused"] for name, row in rows.items() if row["reused"] <= least[name]} == {}
 
 
-def test_text_behind_edits_is_reused(tmp_path):
-    rows = measured(tmp_path, "bench_edits", turns=6, instructions=3000, result=700)
+def test_text_behind_edits_is_reused(tmp_path, monkeypatch):
+    module("bench_edits")  # loads what keeps the name of the checkout
+    checkout = tmp_path / "checkout"
+    write_prose(checkout)
+    for name in ("_paths", "_reuse"):
+        monkeypatch.setattr(sys.modules[name], "ROOT", checkout)
+    rows = measured(tmp_path, "bench_edits", checkout, turns=6, instructions=3000, result=700, kl_records=4)
     assert rows.keys() == {"header", "compaction"}
     header = rows["header"]
     # In bfloat16 many rows of random weights change with the clock; one turn more is then computed.
@@ -46,7 +69,7 @@ def test_text_behind_edits_is_reused(tmp_path):
     # Rows that moved were computed behind another clock; by caches of the text apart the distance is greater.
     assert header["moved"] > 0.5
     assert 1e-8 < header["kl_served"] < header["kl"]
-    # Behind dropped results everything is computed.
+    # Behind dropped results everything is computed. Of new text, lines that came before would be blended: there are none.
     compaction = rows["compaction"]
     assert compaction["moved"] == 0.0
     assert compaction["kl_served"] < 1e-8
