@@ -3,8 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
-from functools import partial
 
 import pytest
 from pdfs import minimal_pdf

@@ -9,6 +9,8 @@ from blend_retrieval.readers.pdf.layout import MARKER, Piece
 HYPHEN = "\x02"
 """PDFium's sign for a hyphen or soft hyphen at the end of a line, after which the word goes on."""
 
+_MOST_PAIRS = 1_000_000  # of pieces and comments whose distances are compared
+
 
 def with_comments(pieces: Sequence[Piece], comments: Sequence[Piece]) -> tuple[list[Piece], list[str]]:
     """The pieces of a page, each with the comments that stand on it or beside it; and the comments that stand at no line.
@@ -17,6 +19,8 @@ def with_comments(pieces: Sequence[Piece], comments: Sequence[Piece]) -> tuple[l
     """
     commented = list(pieces)
     apart = []
+    if len(pieces) * len(comments) > _MOST_PAIRS:
+        return commented, [comment.text for comment in comments]
     for comment in comments:
         number = _nearest(pieces, comment)
         if number is None:

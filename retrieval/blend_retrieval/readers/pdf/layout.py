@@ -7,6 +7,7 @@ on every side of a gap go on in the middle of a sentence; otherwise it is a tabl
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, product
 from statistics import mean
@@ -256,7 +257,7 @@ def _continues(rows: list[Row], start: int, place: int, gutters: list[Span]) -> 
 
 def column_of(piece: Piece, gutters: list[Span]) -> int | None:
     """The number of a piece's column; None if it lies across a gutter."""
-    number = sum(gutter.stop <= piece.left for gutter in gutters)
+    number = bisect_right(gutters, piece.left, key=lambda gutter: gutter.stop)
     crosses = number < len(gutters) and piece.right > gutters[number].start
     return None if crosses else number
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from blend_retrieval.readers.base import Fault, Part, Parts, UnreadableError
 from blend_retrieval.readers.pdf.bidi import has_right_to_left, is_mark, is_right_to_left, reading_order, with_brackets
+from blend_retrieval.readers.pdf.bounds import MOST_CONTENT, MOST_DRAWN, Bounded, bounded
 from blend_retrieval.readers.pdf.comments import HYPHEN, with_comments
 from blend_retrieval.readers.pdf.fields import Box, FieldText, take_annotations
 from blend_retrieval.readers.pdf.headings import Entry, with_headings
@@ -35,6 +36,9 @@ _EMPTY = "holds no text; run it through OCR"
 _SCAN = "holds no text, only pictures; run it through OCR"
 _DAMAGED = "holds only damaged content"
 _NAMELESS = "holds no text, only glyphs that name no characters; run it through OCR"
+_CROWDED = f"draws more than {MOST_DRAWN:,} texts or {MOST_CONTENT >> 20} MiB, and is not read"
+_FULL = "holds more than {most:,} characters, and is not read"
+_MOST_CHARACTERS = 200_000  # of a page
 _OUTSIDE = "has text outside of the visible page, which is not read"
 _SAMPLE = 16  # characters from which a page's direction is told
 _GAP = 1.0  # line heights between two pieces of one line
@@ -60,9 +64,10 @@ def read_pdf(data: bytes, title: str) -> Parts:
     """Read one document, under the title in its metadata."""
     import pypdfium2
 
+    bounds = bounded(data)
     with _PDFIUM:
         try:
-            document = pypdfium2.PdfDocument(data)
+            document = pypdfium2.PdfDocument(bounds.data)
         except pypdfium2.PdfiumError as error:
             raise UnreadableError(_reason(error.err_code)) from None
         try:
@@ -75,7 +80,7 @@ def read_pdf(data: bytes, title: str) -> Parts:
             names = [attachment.get_name() for attachment in attachments]
         finally:
             document.close()
-    faults = list(_faults(pages, names))
+    faults = [*_left_out(bounds), *_faults(pages, names)]
     marked = with_headings([page.pieces for page in pages], outline)
     commented = [with_comments(pieces, page.comments) for pieces, page in zip(marked, pages, strict=True)]
     texts: list[str] = []
@@ -86,6 +91,13 @@ def read_pdf(data: bytes, title: str) -> Parts:
         raise UnreadableError(faults[0].reason if faults else _EMPTY)
     text_document = Part("", named or title, _undivided(text), "marked")
     return [text_document, *faults]
+
+
+def _left_out(bounds: Bounded) -> list[Fault]:
+    """The pages that draw too much."""
+    if bounds.is_cut and not bounds.pages:
+        return [Fault("", f"a form {_CROWDED}")]
+    return [Fault(f"page {number}", _CROWDED) for number in bounds.pages]
 
 
 def _faults(pages: Sequence[_Page], attachments: Iterable[str]) -> Iterator[Fault]:
@@ -134,6 +146,8 @@ def _read_page(document: PdfDocument, number: int) -> _Page:
         page = document[number]
     try:
         text = page.get_textpage()
+        if text.count_chars() > _MOST_CHARACTERS:
+            return _Page([], _FULL.format(most=_MOST_CHARACTERS))
         quarters = _quarters(text)
         drawn = list(_glyphs(text, _visible_box(page), quarters))
         glyphs = list(_inside(drawn))
