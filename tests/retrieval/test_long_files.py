@@ -106,7 +106,8 @@ def test_styles_groups_and_shapes_of_a_sheet_belong_to_it():
     inner = open_table(open_row("in a shape"))
     frame = f'<draw:frame draw:name="f"><draw:object/>{inner}<text:p>title</text:p></draw:frame>'
     first = open_table(
-        f"<table:shapes>{frame}</table:shapes><table:table-header-rows>{open_row('pier', 'fee')}</table:table-header-rows>"
+        f"<table:shapes>{frame}</table:shapes><table:other>{open_row('no', 'where')}</table:other>"
+        f"<table:table-header-rows>{open_row('pier', 'fee')}</table:table-header-rows>"
         f"<table:table-row-group>{open_row('A', '1')}</table:table-row-group>"
     )
     second = open_table("<table:table-column/><table:table-column table:visibility='collapse'/>" + open_row("b", "c"))
@@ -157,7 +158,8 @@ def test_a_stream_keeps_within_bounds(attack):
 
 def test_merged_cells_do_not_take_time_by_the_square():
     """Each of these areas changes four rows. A look at all changed rows for each area would take minutes."""
-    rows = "".join(sheet_row(number, "a", "", f"text {number}") for number in range(1, 20_001))
+    header = sheet_row(1, "a", "b", "c")
+    rows = header + "".join(sheet_row(number, "a", "", f"text {number}") for number in range(2, 20_001))
     areas = "".join(f'<mergeCell ref="A{number}:B{number + 3}"/>' for number in range(1, 20_001))
     begun = time.process_time()
     (document,), _ = load_bytes("a.xlsx", xlsx(f"<sheetData>{rows}</sheetData><mergeCells>{areas}</mergeCells>"))
