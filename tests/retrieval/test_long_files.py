@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from office_files import epub, zipped_files
+from office_files import docx, epub, zipped_files
 from pdfs import minimal_pdf
 from sheet_files import grid, ods_content, xlsx
 
@@ -139,6 +139,7 @@ REFUSED = {
         ),
         "more than 200,000 merged cells",
     ),
+    "paragraphs": ("a.docx", lambda: docx("<w:p/>" * 300_001), "more than 300,000 paragraphs"),
     "styles": (
         "a.fods",
         lambda: ods_content(

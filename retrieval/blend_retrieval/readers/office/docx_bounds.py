@@ -8,6 +8,14 @@ from blend_retrieval.readers.base import UnreadableError
 from blend_retrieval.readers.office.docx_numbers import WORD
 
 _MOST_FIELDS = 500  # inside each other
+_MOST_PARAGRAPHS = 300_000  # each takes 1 KB and .1 ms
+
+
+def check_paragraphs(root: Element) -> None:
+    """Raise `UnreadableError` if there are too many."""
+    paragraphs = sum(1 for _ in root.iter(f"{WORD}p"))
+    if paragraphs > _MOST_PARAGRAPHS:
+        raise UnreadableError(f"holds more than {_MOST_PARAGRAPHS:,} paragraphs: divide it")
 
 
 def check_fields(root: Element) -> None:

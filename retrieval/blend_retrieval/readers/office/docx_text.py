@@ -16,7 +16,7 @@ from xml.etree import ElementTree as ET
 from xml.etree.ElementTree import Element
 
 from blend_retrieval.readers.base import Fault, UnreadableError
-from blend_retrieval.readers.office.docx_bounds import check_fields
+from blend_retrieval.readers.office.docx_bounds import check_fields, check_paragraphs
 from blend_retrieval.readers.office.docx_formulas import MATH, linear
 from blend_retrieval.readers.office.docx_numbers import WORD, Numbers, is_on, value
 from blend_retrieval.readers.office.docx_styles import RunLooks
@@ -180,6 +180,7 @@ class WordText:
             if root is not None:
                 self._rewrite_children(root)
                 check_fields(root)
+                check_paragraphs(root)
                 parts[name] = root
         if package.main in parts:
             self._count_notes(parts[package.main], [parts[name] for name in notes if name in parts])
