@@ -178,3 +178,22 @@ def test_too_few_questions_are_refused(filled, documents, tmp_path):
     refused = filled("precompute", documents, "--chunk-tokens", "64", "--questions", "q.txt")
     assert "q.txt has 1 question, estimates take 16" in refused.refused(2)
     assert "--quick" in filled.here("precompute", documents, "--quick", "--questions", "auto").refused(2)
+
+
+def test_a_hostile_file_is_skipped_alone(blend, documents):
+    """A PDF whose form draws itself, without end: it used to take all memory, and to end the command."""
+    form = b"/Subtype /Form /BBox [0 0 9 9] /Resources << /XObject << /X 5 0 R >> >>"
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+        b"<< /Type /Page /Parent 2 0 R /Contents 4 0 R /Resources << /XObject << /X 5 0 R >> >> >>",
+        b"<< /Length 5 >> stream\n/X Do\nendstream",
+        b"<< %s /Length 60 >> stream\n%s\nendstream" % (form, b"/X Do " * 10),
+    ]
+    numbered = (b"%d 0 obj %s endobj\n" % entry for entry in enumerate(objects, 1))
+    (documents / "bomb.pdf").write_bytes(b"%PDF-1.7\n" + b"".join(numbered) + b"trailer << /Root 1 0 R >>")
+    result = blend.precompute(documents)
+    assert result.json["documents"] == 8
+    (skipped,) = result.json["skipped"]
+    assert skipped["source"].endswith("bomb.pdf page 1")
+    assert skipped["reason"].startswith("draws more than 200,000 texts")
