@@ -195,5 +195,5 @@ def test_a_hostile_file_is_skipped_alone(blend, documents):
     result = blend.precompute(documents)
     assert result.json["documents"] == 8
     (skipped,) = result.json["skipped"]
-    assert skipped["source"].endswith("bomb.pdf page 1")
+    assert Path(skipped["source"]).name == "bomb.pdf"
     assert skipped["reason"].startswith("draws more than 200,000 texts")
