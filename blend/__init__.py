@@ -12,6 +12,7 @@ from blend.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from blend.answers import Answer
+    from blend.attached.attached import attach
     from blend.chunks.encode import ChunkEncoder
     from blend.config import BlendConfig, CorpusConfig, PromptConfig
     from blend.errors import BlendError
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "blend.answers": ("Answer",),
+    "blend.attached.attached": ("attach",),
     "blend.prefill.blender": ("Blend", "Blender"),
     "blend.chunks.encode": ("ChunkEncoder",),
     "blend.config": ("BlendConfig", "CorpusConfig", "PromptConfig"),
@@ -63,6 +65,7 @@ __all__ = [
     "Rag",
     "Selection",
     "Selector",
+    "attach",
     "generate",
     "open_store",
 ]

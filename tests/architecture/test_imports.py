@@ -10,7 +10,7 @@ from places import PYTHONPATH, REPOSITORY
 
 # Who may import a library: modules, or packages with all that is in them.
 IMPORTERS = {
-    "transformers": "blend.model blend.weights blend_retrieval.hub",
+    "transformers": "blend.model blend.weights blend.attached blend_retrieval.hub",
     "vllm": "blend.integrations",
     "faiss": "blend_retrieval.index",
     "sentence_transformers": "blend_retrieval.hub",
