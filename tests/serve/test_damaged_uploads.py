@@ -257,3 +257,11 @@ def test_a_folder_in_place_of_the_owners_lock(rag: Rag, make: Make) -> None:
     add(documents, [page("harbour", 1)])
     assert states(documents) == {"harbour.md": "ready"}
     assert [path.name.partition("-")[0] for path in incoming.glob(".owner.*")] == [".owner.damaged"]
+
+
+def test_nobody_sees_a_list_that_has_only_some_of_its_tables(tmp_path: Path) -> None:
+    """It would be damaged, and be set aside while its first upload is written."""
+    queue = UploadQueue(tmp_path / "incoming")
+    queue.put([Upload("file", "bell.txt", "bell", b"A bell.")])
+    transactions = int.from_bytes(queue.path.read_bytes()[24:28], "big")  # SQLite's file change counter
+    assert transactions == 2, "one for all tables, one for the upload"

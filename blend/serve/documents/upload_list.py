@@ -49,12 +49,14 @@ OVERTAKEN = 1 << 15  # bytes for which one later upload goes first
 _BUSY_S = 60.0  # how long another server's transaction may take
 _VERSION = 1
 _SCHEMA = f"""
+BEGIN IMMEDIATE;  -- a list without some of its tables would be a damaged one
 CREATE TABLE IF NOT EXISTS uploads (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT, id TEXT, title TEXT, text_field TEXT, reason TEXT,
     state TEXT, nbytes INTEGER, tries INTEGER DEFAULT 0, place INTEGER DEFAULT 0, file TEXT, bytes TEXT);
 CREATE TABLE IF NOT EXISTS gone (ids TEXT);
 CREATE TABLE IF NOT EXISTS progress (id TEXT PRIMARY KEY, done INTEGER, total INTEGER, reason TEXT);
 PRAGMA user_version = {_VERSION};
+COMMIT;
 """
 _QUERIES = (f"SELECT {COLUMNS}, file FROM uploads LIMIT 0", "SELECT ids FROM gone", "SELECT * FROM progress LIMIT 0")
 
