@@ -169,7 +169,7 @@ def test_an_unknown_session_takes_nothing(service: Service) -> None:
     settled(service)
     forgotten, row_bytes = service.end_session("", "ann", "lock")
     assert (forgotten.texts, forgotten.nbytes, row_bytes) == (0, 0, 0)
-    forgotten, row_bytes = service.end_session("", "bob", "mill")
+    forgotten, row_bytes = service.end_session("", "eve", "mill")
     assert (forgotten.texts, row_bytes) == (0, 0)
     assert put(service, request()).figures.rows_reused > 100
 
