@@ -14,6 +14,7 @@ from typing import Any
 from blend_retrieval.decoding import decode
 from blend_retrieval.readers.base import Fault, Part, Parts, notes
 from blend_retrieval.readers.html.html import html_to_markdown
+from blend_retrieval.readers.markup.rst_bounds import BeyondBoundsError, bounded_parser, bounded_tables, check_tree
 
 _SETTINGS: dict[str, Any] = {
     "input_encoding": "unicode",
@@ -46,8 +47,10 @@ def read_rst(data: bytes, title: str) -> Parts:
     register_roles(text)
     writer = _writer()
     try:
-        with _blank_corners():
-            parts = publish_parts(text, writer=writer, settings_overrides=_SETTINGS)
+        with _blank_corners(), bounded_tables():
+            parts = publish_parts(text, parser=bounded_parser(), writer=writer, settings_overrides=_SETTINGS)
+    except BeyondBoundsError as error:
+        return [Part("", title, text, "plain"), Fault("", f"is read as plain text: {error}", 0), *notes(note)]
     except Exception as error:  # docutils raises any error of its parser
         reason = f"is read as plain text: docutils cannot read it ({type(error).__name__})"
         return [Part("", title, text, "plain"), Fault("", reason, 0), *notes(note)]
@@ -96,9 +99,15 @@ def _writer() -> Any:
         def apply(self) -> None:
             _complete(self.document)
 
+    class BoundedTree(Transform):  # type: ignore[misc]  # docutils publishes no types
+        default_priority = 215  # before docutils replaces them
+
+        def apply(self) -> None:
+            check_tree(self.document)
+
     class CompleteWriter(Writer):  # type: ignore[misc]  # docutils publishes no types
         def get_transforms(self) -> list[Any]:
-            return [*super().get_transforms(), Complete]
+            return [*super().get_transforms(), BoundedTree, Complete]
 
     return CompleteWriter()
 

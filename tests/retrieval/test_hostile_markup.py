@@ -1,0 +1,68 @@
+"""Markup that attacks its reader ends within bounds, with its text and one clear line where it is not read as markup."""
+
+import time
+
+import pytest
+
+from blend_retrieval.loading import load_bytes
+
+_MARKS = "has a paragraph with too many marks that do not end"
+_UNREAD = "cannot be read by docutils, and is taken as it stands"
+
+
+def grid(columns):
+    return "+--" * columns + "+\n" + "|ab" * columns + "|\n" + "+--" * columns + "+\n"
+
+
+def tangled(columns):
+    """A table all of whose signs are corners, without the last cell."""
+    lines = "++" * columns + "+\n"
+    return "+-" * columns + "+\n" + lines * columns + "| " + "+" * (2 * columns - 1) + "\n" + "+-" * columns + "+\n"
+
+
+def doubled(start, definition, count):
+    """Texts of which each names the one before twice."""
+    return start + "".join(definition(number) for number in range(count))
+
+
+RST = {
+    "interpreted texts": (lambda: "`a <" * 8000, "`a <" * 8000, _MARKS),
+    "literals": (lambda: "``a " * 8000, "``a " * 7999 + "``a", _MARKS),
+    "emphasis": (lambda: "*a " * 8000, "*a " * 7999 + "*a", _MARKS),
+    "substitutions without an end": (lambda: "+--+\n|a |\n" * 8000, "+--+\n|a |\n+--+", _MARKS),
+    "a wide table": (lambda: grid(4000), "|ab|ab|ab", _UNREAD),
+    "a tangled table": (lambda: tangled(200), "++++++++", _UNREAD),
+    "substitutions that name each other": (
+        lambda: (
+            doubled(
+                ".. |a0| replace:: ha\n", lambda number: f".. |a{number + 1}| replace:: |a{number}| |a{number}|\n", 30
+            )
+            + "\n|a30|\n"
+        ),
+        ".. |a30| replace::",
+        "is read as plain text: its substitutions repeat themselves too often",
+    ),
+    "references to nothing": (lambda: "a_ " * 8000, "a_ a_", "a paragraph has too many references to nothing"),
+    "mistakes": (lambda: ".. [1] a\n" * 6000, ".. [1] a", "docutils finds too many mistakes in it"),
+}
+
+
+@pytest.mark.parametrize("name", RST)
+def test_hostile_restructuredtext_keeps_its_text_and_gives_a_note(name):
+    make, words, reason = RST[name]
+    start = time.process_time()
+    documents, skipped = load_bytes("a.rst", b"start\n\n" + make().encode() + b"\n\nhello\n")
+    assert time.process_time() - start < 4
+    assert words in documents[0].text
+    assert documents[0].text.startswith("start")
+    assert documents[0].text.endswith("hello")
+    assert any(reason in fault.reason for fault in skipped)
+
+
+def test_a_long_table_and_many_links_are_read_as_they_are():
+    table = "+--+--+\n|a |b |\n" * 800 + "+--+--+\n"
+    links = "`a <b>`_ " * 800
+    documents, skipped = load_bytes("a.rst", f"{table}\n{links}\n".encode())
+    assert documents[0].text.count("| a | b |") == 800
+    assert documents[0].text.count("a a") == 400
+    assert not skipped
