@@ -28,6 +28,8 @@ _OWN = "The gate opens at dawn."
 _RELATIONS = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 _PACKAGE = "http://schemas.openxmlformats.org/package/2006/relationships"
 _DRAWING = "http://schemas.openxmlformats.org/drawingml/2006/main"
+_PLACED = "http://schemas.openxmlformats.org/drawingml/2006/wordprocessingDrawing"
+_PICTURE = "http://schemas.openxmlformats.org/drawingml/2006/picture"
 _ODF = "urn:oasis:names:tc:opendocument:xmlns"
 _XLINK = 'xmlns:xlink="http://www.w3.org/1999/xlink"'
 
@@ -118,7 +120,9 @@ def _word(places: list[str]) -> bytes:
     references = "".join(
         f'<w:altChunk {relation} r:id="aFChunk{number}{mode}"/>'
         f'<w:p><w:subDoc {relation} r:id="subDocument{number}{mode}"/><w:r><w:drawing>'
-        f'<a:blip {relation} r:link="image{number}{mode}" r:embed="image{number}{mode}"/></w:drawing></w:r></w:p>'
+        f'<wp:inline xmlns:wp="{_PLACED}"><a:graphic {relation}><a:graphicData><pic:pic xmlns:pic="{_PICTURE}"><pic:blipFill>'
+        f'<a:blip {"r:link" if mode == "External" else "r:embed"}="image{number}{mode}"/></pic:blipFill></pic:pic>'
+        "</a:graphicData></a:graphic></wp:inline></w:drawing></w:r></w:p>"
         f'<w:p><w:r><w:fldChar w:fldCharType="begin"/></w:r><w:r><w:instrText>INCLUDETEXT "{place}"</w:instrText></w:r>'
         '<w:r><w:fldChar w:fldCharType="end"/></w:r></w:p>'
         for number, place in enumerate(places)
