@@ -66,3 +66,33 @@ def test_a_long_table_and_many_links_are_read_as_they_are():
     assert documents[0].text.count("| a | b |") == 800
     assert documents[0].text.count("a a") == 400
     assert not skipped
+
+
+MARKUP = {
+    "attributes that name each other": (
+        "a.adoc",
+        lambda: doubled(":a0: haha\n", lambda number: f":a{number + 1}: {{a{number}}}{{a{number}}}\n", 40) + "{a40}",
+        "{a",
+        "repeats its attributes too often",
+    ),
+    "open macros": ("a.adoc", lambda: "image:a[" * 8000, "image:a[" * 8000, "too many brackets that do not end"),
+    "open footnotes": ("a.adoc", lambda: "footnote:[" * 8000, "footnote:[" * 8000, "too many brackets"),
+    "open references": ("a.adoc", lambda: "<<a" * 8000, "<<a" * 8000, ""),
+    "addresses": ("a.adoc", lambda: "link:" * 8000, "link:" * 8000, ""),
+    "a cell over a million rows and columns": ("a.adoc", lambda: "|===\n999999999.999999999+|abc\n|===", "abc", ""),
+    "a row of many cells": ("a.adoc", lambda: "|===\n" + "|a " * 9000 + "\n|===", "| a | a |", ""),
+    "open blocks": ("a.org", lambda: "#+begin_src\n" * 8000, "#+begin_src\n#+begin_src", ""),
+}
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_hostile_markup_keeps_its_text(name):
+    path, make, words, reason = MARKUP[name]
+    start = time.process_time()
+    documents, skipped = load_bytes(path, b"start\n\n" + make().encode() + b"\n\nhello\n")
+    assert time.process_time() - start < 1
+    assert words in documents[0].text
+    assert documents[0].text.startswith("start")
+    assert documents[0].text.rstrip().endswith("hello")
+    assert len(documents[0].text) < 4_000_000
+    assert not reason or any(reason in fault.reason for fault in skipped)

@@ -16,7 +16,7 @@ _HEADING = re.compile(r"(={1,6}|#{1,6})[ \t]+(.+?)(?:[ \t]+\1)?[ \t]*$")
 _ATTRIBUTE = re.compile(r":(!?[\w-]+!?):(?:[ \t]+(.*))?$")
 _REFERENCE = re.compile(r"(?<!\\)\{(\w[\w-]*)\}")
 _BLOCK_ATTRIBUTES = re.compile(r"\[(?!\[)([^\]]*)\][ \t]*$")
-_ANCHOR = re.compile(r"\[\[[^\]]*\]\]")
+_ANCHOR = re.compile(r"\[\[[^\]]{0,2000}\]\]")
 _BLOCK_TITLE = re.compile(r"\.(?![. \t])(.+)$")
 _FENCES = re.compile(r"(-{4,}|\.{4,}|={4,}|\*{4,}|_{4,}|\+{4,}|/{4,}|--|```+)[\w-]*[ \t]*$")
 _TABLE = re.compile(r"([|,:!])={3,}[ \t]*$")
@@ -25,12 +25,12 @@ _CONDITION = re.compile(r"(?:ifdef|ifndef|ifeval|endif)::([^\[]*)\[(.*)\][ \t]*$
 _ITEM = re.compile(r"[ \t]*(\*{1,5}|\.{1,5}|-)[ \t]+(.*)$")
 _TERM = re.compile(r"[ \t]*(.+?)(:{2,4}|;;)(?:[ \t]+(.*))?$")
 _CHECK = re.compile(r"\[([ x*])\][ \t]+")
-_XREF = re.compile(r"<<([^,>]+)(?:,[ \t]*([^>]*))?>>|xref:([^\[\s]+)\[([^\]]*)\]")
-_LINK = re.compile(r"(?:link:)?((?:https?|ftp|mailto):[^\s\[\]]+|link:[^\s\[\]]+)\[([^\]]*)\]")
-_INLINE_IMAGE = re.compile(r"image:(?!:)([^\s\[]+)\[([^\]]*)\]")
+_XREF = re.compile(r"<<([^,>]{1,2000})(?:,[ \t]*([^>]{0,2000}))?>>|xref:([^\[\s]{1,2000})\[([^\]]*)\]")
+_LINK = re.compile(r"(?:link:)?((?:https?|ftp|mailto):[^\s\[\]]{1,2000}|link:[^\s\[\]]{1,2000})\[([^\]]*)\]")
+_INLINE_IMAGE = re.compile(r"image:(?!:)([^\s\[]{1,2000})\[([^\]]*)\]")
 _INLINE = (
     (re.compile(r"footnote:\w*\[([^\]]*)\]"), r" [note: \1]"),
-    (re.compile(r"(?:kbd|btn|menu:[^\[]*)\[([^\]]*)\]"), r"\1"),
+    (re.compile(r"(?:kbd|btn|menu:[^\[]{0,2000})\[([^\]]*)\]"), r"\1"),
     (re.compile(r"(?:stem|latexmath|asciimath):\[([^\]]*)\]"), r"$\1$"),
     (re.compile(r"pass:\w*\[([^\]]*)\]"), r"\1"),
     (re.compile(r"\+\+\+(.*?)\+\+\+"), r"\1"),
@@ -54,6 +54,8 @@ _CONTINUED = " \\"  # at the end of a line
 _LONG_FENCE = "`" * 8
 _HEADING_LEVELS = 6
 _MOST_PASSES = 5  # of attributes in attributes
+_MOST_OPEN = 500  # brackets of a line that do not end
+_MOST_FILLED = 2_000_000  # characters that stand in the place of attributes
 
 
 def read_adoc(data: bytes, title: str) -> Parts:
@@ -92,6 +94,7 @@ class _Reader:
         }
         self._style = ""
         self._counts: dict[int, int] = {}
+        self._filled_left = _MOST_FILLED
         self._is_apart = False
         self._is_attached = False
 
@@ -253,11 +256,20 @@ class _Reader:
     def _value(self, reference: re.Match[str]) -> str:
         """The value of an attribute; the reference itself if the file does not define it."""
         name = reference[1].lower()
-        return self._attributes.get(name, reference[0])
+        value = self._attributes.get(name, reference[0])
+        self._filled_left -= len(value)
+        if self._filled_left < 0:
+            self._note("repeats its attributes too often: from there on they stay as they are written")
+            return reference[0]
+        return value
 
     def _inline(self, text: str) -> str:
-        words = _ANCHOR.sub("", self._filled(text))
-        words = _XREF.sub(_referred, words)
+        words = self._filled(text)
+        bracket = words.rfind("]") + 1
+        if words.count("[", bracket) > _MOST_OPEN:
+            self._note("has a line with too many brackets that do not end, which stays as it is written")
+            return words
+        words = _XREF.sub(_referred, _ANCHOR.sub("", words))
         words = _INLINE_IMAGE.sub(self._picture, words)
         words = _LINK.sub(_linked, words)
         for pattern, replacement in _INLINE:

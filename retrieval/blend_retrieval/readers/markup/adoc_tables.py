@@ -11,6 +11,9 @@ _FORMAT = re.compile(r"format\s*=\s*\"?(\w+)")
 _SEPARATOR = re.compile(r'separator\s*=\s*"?([^",\]]+)')
 _DELIMITERS = {"csv": ",", "dsv": ":", "tsv": "\t"}
 _MOST_COPIES = 1000  # of a cell or column
+_MOST_COLUMNS = 10_000
+_MOST_PLACES = 500_000  # of a table, for cells that stand in several
+_MOST_COPIED = 1_000_000  # characters of a table
 _FORMATS = {",": "csv", ":": "dsv"}
 _CELL = r"(?:(\d+)?(?:\.(\d+))?([+*]))?[<^>]?(?:\.[<^>])?[a-z]?"
 
@@ -40,7 +43,7 @@ def _column_count(attributes: str) -> int:
     for column in re.split(r"[,;]", columns[1] or columns[2]):
         times = re.match(r"\s*(\d+)\*", column)
         count += _count(times[1]) if times else 1
-    return count
+    return min(count, _MOST_COLUMNS)
 
 
 def _rows(lines: list[str], delimiter: str, columns: int) -> list[list[str]]:
@@ -51,15 +54,19 @@ def _rows(lines: list[str], delimiter: str, columns: int) -> list[list[str]]:
     first_line = next((line for line in lines if line.strip()), "")
     if not columns:
         widths = [_width(match) for match in mark.finditer(first_line)]
-        columns = sum(widths) or 1
+        columns = min(sum(widths), _MOST_COLUMNS) or 1
     cells: list[_Cell] = []
     if not marks:
         return [[line] for line in lines]
     stops = [match.start() for match in marks[1:]]
+    copied = 0
     for match, stop in zip(marks, [*stops, len(text)], strict=True):
         words = text[match.end() : stop].strip()
         width = _width(match)
         height = _count(match[2])
+        copied += (width * height - 1) * (len(words) + 1)
+        if copied > _MOST_COPIED:
+            width = height = 1
         if match[3] == "*":
             cells += [_Cell(words, 1, height)] * width
         else:
@@ -86,16 +93,20 @@ class _Cell(NamedTuple):
 def _placed(cells: list[_Cell], columns: int) -> list[list[str]]:
     """The cells in their rows; a cell over several columns or rows stands in each."""
     rows: list[list[str | None]] = [[None] * columns]
-    row = 0
+    row = place = 0
     for text, width, height in cells:
-        while None not in rows[row]:
+        while place == columns or rows[row][place] is not None:
+            place += 1
+            if place < columns:
+                continue
+            place = 0
             row += 1
             if row == len(rows):
                 rows.append([None] * columns)
-        start = rows[row].index(None)
-        for below in range(row, row + height):
+        is_bounded = columns * (row + height) <= _MOST_PLACES
+        for below in range(row, row + (height if is_bounded else 1)):
             while below >= len(rows):
                 rows.append([None] * columns)
-            stop = min(columns, start + width)
-            rows[below][start:stop] = [text] * (stop - start)
+            stop = min(columns, place + width)
+            rows[below][place:stop] = [text] * (stop - place)
     return [[cell or "" for cell in row] for row in rows]

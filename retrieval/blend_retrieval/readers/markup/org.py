@@ -60,13 +60,17 @@ class _Reader:
 
     def lines(self, lines: list[str]) -> Iterator[str]:
         place = 0
+        unended: set[re.Pattern[str]] = set()
         while place < len(lines):
             line = lines[place]
             begin = _BEGIN.match(line)
             drawer = _DRAWER.match(line)
             ending = _end_of(begin[1]) if begin else _DRAWER_END
-            stop = _until(lines, place, ending) if begin or drawer else len(lines)
+            is_block = ending not in unended and bool(begin or drawer)
+            stop = _until(lines, place, ending) if is_block else len(lines)
             if stop == len(lines):
+                if is_block:
+                    unended.add(ending)
                 stop = self._last_of_group(lines, place)
                 yield from self._group(lines[place : stop + 1])
             elif begin:
