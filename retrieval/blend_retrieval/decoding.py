@@ -17,6 +17,7 @@ _BOMS = (
 )
 # Files that say ASCII, Latin-1 or GB 2312 are in these supersets, as every browser assumes.
 _SUPERSETS = {"ascii": "windows-1252", "iso8859-1": "windows-1252", "gb2312": "gb18030", "gbk": "gb18030"}
+_NO_CHARSETS = ("idna", "punycode", "raw-unicode-escape", "undefined", "unicode-escape")  # codecs of Python's own
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _UTF8_LETTER = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _LEAST_EVIDENCE = 16  # bytes; a word alone may be one of several languages
@@ -85,7 +86,8 @@ def _superset(declared: str) -> str:
         codec = codecs.lookup(declared).name
     except LookupError:
         return ""
-    if codec.startswith(("utf-16", "utf-32")):
+    is_wide = codec.startswith(("utf-16", "utf-32"))
+    if is_wide or codec.replace("_", "-") in _NO_CHARSETS:
         return ""
     return _SUPERSETS.get(codec, codec)
 

@@ -11,7 +11,7 @@ from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
 from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 
-_TIME = r"(?:\d+:)?\d{1,2}:\d{2}[.,]\d{1,3}"
+_TIME = r"(?:\d{1,6}:)?\d{1,2}:\d{2}[.,]\d{1,3}"
 _CUE = re.compile(rf"[ \t]*({_TIME})[ \t]*-->[ \t]*({_TIME})")
 _VOICE = re.compile(r"<v(?:\.[^ \t>]*)?[ \t]+([^<>]*)>")
 _INNER_TIME = re.compile(rf"<{_TIME}>")

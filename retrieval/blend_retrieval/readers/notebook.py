@@ -26,6 +26,7 @@ _OLD_KINDS = {  # names of outputs before version 4
     "svg": "image/svg+xml",
 }
 _TEXTS = ("text/markdown", "text/html", "text/latex", "text/plain")
+_MOST_SWELLING = 20  # times of a value in one line that it may take in lines
 _FIGURE = re.compile(r"\s*<(?:Figure size |IPython\.core\.display\.\w+ object|matplotlib\.)[^>]*>\s*")
 
 _Json = dict[str, Any]
@@ -116,11 +117,16 @@ def _fenced(text: str, language: str = "") -> str:
 
 
 class _Notebook:
-    """Reads cells. faults: what is not read of them."""
+    """Reads cells."""
 
     def __init__(self, language: str) -> None:
         self._language = language
-        self.faults: list[Fault] = []
+        self._faults: dict[Fault, None] = {}
+
+    @property
+    def faults(self) -> list[Fault]:
+        """What is not read of the cells, each once."""
+        return list(self._faults)
 
     def cell(self, cell: _Json, number: int) -> Iterator[str]:
         source = _joined(cell.get("source", cell.get("input")))
@@ -177,8 +183,7 @@ class _Notebook:
         shown = marked_up or _fenced(plain) or latex
         if not shown and "application/json" in bundle:
             value = bundle["application/json"]
-            written = json.dumps(value, ensure_ascii=False, indent=1)
-            shown = _fenced(written, "json")
+            shown = _fenced(_indented(value), "json")
         if not shown and not has_picture and bundle:
             self._unread(number, f"shows {', '.join(sorted(bundle))}, which is not read")
         return shown
@@ -195,8 +200,22 @@ class _Notebook:
 
     def _unread(self, number: int, reason: str) -> None:
         fault = Fault(f"cell {number}", reason, 0)
-        if fault not in self.faults:
-            self.faults.append(fault)
+        self._faults[fault] = None
+
+
+def _indented(value: Any) -> str:
+    """A value as JSON in lines, or in one line if the blanks before deep lines would swell it."""
+    compact = json.dumps(value, ensure_ascii=False)
+    longest = _MOST_SWELLING * len(compact)
+    encoder = json.JSONEncoder(ensure_ascii=False, indent=1)
+    pieces = []
+    length = 0
+    for piece in encoder.iterencode(value):
+        pieces.append(piece)
+        length += len(piece)
+        if length > longest:
+            return compact
+    return "".join(pieces)
 
 
 def _old_bundle(output: _Json) -> _Json:

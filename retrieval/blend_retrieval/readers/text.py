@@ -70,4 +70,6 @@ def _without_front_matter(text: str) -> tuple[str, str]:
     if not any(map(str.islower, keys)):  # `Note: ...` is prose
         return "", text
     title = fields.get("title") or ""
+    if isinstance(title, (list, dict, set)):  # of which some name others over and over, and grow without end
+        title = ""
     return str(title), text[front.end() :]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import mimetypes
+import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from email import message_from_bytes, policy
+from email import policy
 from email.header import decode_header, make_header
+from email.headerregistry import HeaderRegistry
 from email.message import EmailMessage, MIMEPart
+from email.parser import BytesParser
 from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, cast
@@ -24,9 +27,12 @@ _OUTLOOK = ("application/ms-tnef", "application/vnd.ms-tnef")
 _MESSAGES = ("message/rfc822", "message/global")
 _REPORTS = ("message/delivery-status", "message/disposition-notification", "message/feedback-report")
 _MOST_MAILS = 20  # inside each other
+_MOST_PARTS = 20_000  # of a mail and the mails in it
 _MOST_ASKED = 100  # parts of which each is asked for its charset
 _LONGEST_HEADER = 16_000  # characters that the standard library's parser takes, whose time grows with their square
+_LONGEST_KINDS = 400_000  # characters of all different ones, of which a second parses 30,000
 _LONGEST_KIND = 2000  # characters of a header that says of what kind a part is
+_PIECE = re.compile(rf".{{1,{_LONGEST_HEADER}}}(?:\s|\Z)|\S+", re.DOTALL)
 _UNKNOWN = "\ufffd"
 _UNREAD = {
     "image": "is a picture, which is not read",
@@ -36,16 +42,45 @@ _UNREAD = {
 _ENCODINGS = ("", "7bit", "8bit", "binary", "quoted-printable", "base64", "x-uuencode", "uuencode", "uue", "x-uue")
 
 
-class _Policy(policy.EmailPolicy):
-    """The standard library's policy, which reads no more than the begin of a long header of a part's kind."""
+class _Kinds(HeaderRegistry):
+    """Parses the headers that say of what kind a part is, each once. Raises `UnreadableError` where they are too many."""
 
-    def header_fetch_parse(self, name: str, value: str) -> Any:
-        """The parsed header."""
-        is_kind = name.lower().startswith("content-")
-        return super().header_fetch_parse(name, value[:_LONGEST_KIND] if is_kind else value)
+    def __init__(self) -> None:
+        super().__init__()
+        self._headers: dict[tuple[str, str], Any] = {}
+        self._length = 0
+
+    def __call__(self, name: str, value: str) -> Any:
+        """The parsed header. No more than the begin of a long one is read."""
+        if not name.lower().startswith("content-"):
+            return super().__call__(name, value)
+        key = (name, value[:_LONGEST_KIND])
+        if key not in self._headers:
+            self._length += len(key[1])
+            if self._length > _LONGEST_KINDS:
+                raise UnreadableError(
+                    f"has more than {_LONGEST_KINDS:,} characters in the headers of its parts: divide it"
+                )
+            self._headers[key] = super().__call__(*key)
+        return self._headers[key]
 
 
-_POLICY: Any = _Policy()  # the parser makes an EmailMessage with it
+class _Parts:
+    """Makes the parts of a mail for the parser, up to a number. Raises `UnreadableError` beyond it."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def __call__(self, policy: Any) -> EmailMessage:
+        self._count += 1
+        if self._count > _MOST_PARTS:
+            raise UnreadableError(f"has more than {_MOST_PARTS:,} parts: divide it")
+        return EmailMessage(policy=policy)
+
+
+def _parsed(data: bytes, rules: Any) -> EmailMessage:
+    factory: Any = _Parts()
+    return cast("EmailMessage", BytesParser(factory, policy=rules).parsebytes(data))
 
 
 class _Content(NamedTuple):
@@ -58,8 +93,8 @@ class _Content(NamedTuple):
 
 def read_eml(data: bytes, title: str) -> Parts:
     """Read a mail as one document under its subject, and each attachment as documents of its own."""
-    mail = message_from_bytes(data, policy=_POLICY)
-    return _mail(mail, title, 0)
+    rules = policy.EmailPolicy(header_factory=_Kinds())
+    return _mail(_parsed(data, rules), title, 0)
 
 
 def _mail(mail: MIMEPart, title: str, depth: int) -> Parts:
@@ -103,10 +138,22 @@ def _value(name: str, source: str, charset: str, *, is_long: bool) -> str:
         source = decode(source.encode("ascii", "surrogateescape"), charset).text
     try:
         if is_long:
-            return str(make_header(decode_header(source)))
+            return _long_value(source)
         return str(policy.default.header_factory(name, source))
     except Exception:  # the parser of headers raises any error
         return source
+
+
+def _long_value(source: str) -> str:
+    """A long header, piece by piece: the standard library's time grows with the square of the encoded words."""
+    value = ""
+    ended_encoded = False
+    for piece in _PIECE.findall(source):
+        begins_encoded = piece.lstrip().startswith("=?")
+        between = "" if not value or (ended_encoded and begins_encoded) else " "
+        value += between + str(make_header(decode_header(piece.strip())))
+        ended_encoded = piece.rstrip().endswith("?=")
+    return value
 
 
 def _free_name(wanted: str, names: set[str], counts: Counter[str]) -> str:
@@ -215,11 +262,11 @@ def _attached(attachment: MIMEPart, name: str, depth: int) -> Parts:
 def _forwarded(attachment: MIMEPart) -> MIMEPart:
     """The mail in a mail. Some programs encode it in base64, which the parser takes for its text."""
     payload: Any = attachment.get_payload()
-    mail: MIMEPart = payload[0] if isinstance(payload, list) else EmailMessage(policy=_POLICY)
+    mail: MIMEPart = payload[0] if isinstance(payload, list) else EmailMessage(policy=attachment.policy)
     if not mail.keys() and _header(attachment, "Content-Transfer-Encoding").lower() in ("base64", "quoted-printable"):
         mail["Content-Transfer-Encoding"] = _header(attachment, "Content-Transfer-Encoding")
         content: Any = mail.get_payload(decode=True)
-        return message_from_bytes(content, policy=_POLICY)
+        return _parsed(content, attachment.policy)
     return mail
 
 

@@ -22,6 +22,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _MOST_DEPTH = 500
+_MOST_SKIPPED = 16  # bytes that stand for a character where no Unicode is read
 _SINKS = {  # groups whose text goes elsewhere than into the document, or nowhere
     "title": "title",
     "fldinst": "instruction",
@@ -238,11 +239,13 @@ class _Reader:
     def _open(self) -> None:
         if len(self._stack) > _MOST_DEPTH:
             raise UnreadableError("has groups that are nested too deeply")
+        self._to_skip = 0
         self._stack.append(self._state)
         self._state = replace(self._state, is_opening=True, is_ignorable=False)
 
     def _close(self) -> None:
         closed = self._state
+        self._to_skip = 0  # a substitute for a character ends with its group
         self._state = self._stack.pop()
         if closed.sink != self._state.sink or closed.sink in _NAMES:
             self._finish(closed)
@@ -354,7 +357,7 @@ class _Reader:
             case "strike" | "striked":
                 state.is_struck = is_on
             case "uc":
-                state.skip = max(0, number or 0)
+                state.skip = min(max(0, number or 0), _MOST_SKIPPED)
             case _:
                 self._table(word, number or 0)
 

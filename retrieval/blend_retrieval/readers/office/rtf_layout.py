@@ -80,6 +80,7 @@ class RtfLayout:
 
     def html(self) -> str:
         """All of it."""
+        self._end_row()
         self._end_paragraph()
         self._end_table()
         header, footer = (
@@ -94,6 +95,16 @@ class RtfLayout:
         if number is None or not html.strip():
             return html
         return (f"- {html}" if number in _BULLETS else f"{marked_number(number)}{html}") if self._is_in_table else html
+
+    def _end_row(self) -> None:
+        """End the row that the file leaves open, in a table that nothing closes."""
+        if self._is_in_table or self._is_in_row:
+            self._cells.append(self._take_words())
+        if any(map(str.strip, self._cells)):
+            self._rows.append(self._cells)
+        self._cells = []
+        self._is_in_table = False
+        self._is_in_row = False
 
     def _end_paragraph(self) -> None:
         if self._is_in_table or self._is_in_row:
