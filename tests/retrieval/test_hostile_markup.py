@@ -1,5 +1,6 @@
 """Markup that attacks its reader ends within bounds, with its text and one clear line where it is not read as markup."""
 
+import itertools
 import time
 
 import pytest
@@ -95,4 +96,47 @@ def test_hostile_markup_keeps_its_text(name):
     assert documents[0].text.startswith("start")
     assert documents[0].text.rstrip().endswith("hello")
     assert len(documents[0].text) < 4_000_000
+    assert not reason or any(reason in fault.reason for fault in skipped)
+
+
+def laughing():
+    """Macros of which each names the one before ten times."""
+    names = "abcdefghij"
+    macros = [f"\\def\\{name}{{{f'{chr(92)}{before}' * 10}}}" for before, name in itertools.pairwise(names)]
+    return "\\def\\a{xxxxxxxxxx}" + "".join(macros) + "\\j"
+
+
+OPEN = "too many of its arguments, environments or formulas do not end"
+TEX = {
+    "macros that name each other": (laughing, "\\", ""),
+    "a macro that names itself": (lambda: "\\newcommand{\\a}[1]{\\a{#1#1}}\\a{xyz}", "xyz", ""),
+    "a macro of a long text": (lambda: "\\newcommand{\\a}{" + "x" * 8000 + "}" + "\\a " * 8000, "\\a \\a", ""),
+    "a macro of many arguments": (
+        lambda: "\\newcommand{\\a}[1]{" + "#1" * 8000 + "}\\a{" + "x" * 8000 + "}",
+        "\\a{xxx",
+        "",
+    ),
+    "open arguments": (lambda: "\\textbf{" * 8000, "\\textbf{" * 8000, OPEN),
+    "open options": (lambda: "\\a[" * 8000, "\\a[" * 8000, OPEN),
+    "open lists": (lambda: "\\begin{itemize}\n\\item a\n" * 8000, "\\begin{itemize}\n\\item a\n" * 7999, OPEN),
+    "open code": (lambda: "\\begin{verbatim}" * 8000, "\\begin{verbatim}" * 8000, OPEN),
+    "open formulas": (lambda: "\\(" * 20_000, "\\(" * 20_000, OPEN),
+    "a cell over all columns": (
+        lambda: "\\begin{tabular}{ll}\n\\multicolumn{999999999}{l}{abc} & b\\\\ \\end{tabular}",
+        "abc",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEX)
+def test_hostile_latex_keeps_its_text(name):
+    make, words, reason = TEX[name]
+    start = time.process_time()
+    documents, skipped = load_bytes("a.tex", b"start\n\n" + make().encode() + b"\n\nhello\n")
+    assert time.process_time() - start < 1
+    assert words in documents[0].text
+    assert documents[0].text.startswith("start")
+    assert documents[0].text.rstrip().endswith("hello")
+    assert len(documents[0].text) < 10_000_000
     assert not reason or any(reason in fault.reason for fault in skipped)

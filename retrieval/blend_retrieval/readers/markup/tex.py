@@ -8,7 +8,14 @@ from typing import NamedTuple
 from blend_retrieval.decoding import decode
 from blend_retrieval.document import clean
 from blend_retrieval.readers.base import Fault, Part, Parts, notes
-from blend_retrieval.readers.markup.tex_macros import Macros, argument, option
+from blend_retrieval.readers.markup.tex_macros import (
+    Macros,
+    OpenArgumentsError,
+    argument,
+    note_open,
+    option,
+    searched_in_vain,
+)
 from blend_retrieval.readers.markup.tex_signs import ACCENTS, SIGNS, SILENT, accented
 from blend_retrieval.readers.numerals import numeral
 from blend_retrieval.readers.tables import markdown_table
@@ -98,6 +105,13 @@ _WIDE_TABLES = ("tabular*", "tabularx", "tabulary", "xltabular")
 _NUMBERS = ("num", "si", "unit", "ang")
 _HEADING_LEVELS = 6
 _MOST_DEPTH = 50
+_MOST_COPIES = 1000  # of a cell
+_OPEN = "is read as plain text: too many of its arguments, environments or formulas do not end"
+_ENDS = re.compile(
+    r"\\begin\{((?:verbatim|equation|align|gather|multline|eqnarray|displaymath|math|flalign|alignat)\*?"
+    r"|Verbatim|lstlisting|minted|alltt|comment)\}|\\([(\[])"
+)
+_SEARCH_STEPS = 20  # characters of a pattern's search in the time of one character of a loop
 
 
 def read_tex(data: bytes, title: str) -> Parts:
@@ -105,7 +119,12 @@ def read_tex(data: bytes, title: str) -> Parts:
     decoded, note = decode(data)
     text = clean(decoded)
     reader = _Reader()
-    markdown = reader.document(text)
+    searched_in_vain.set(0)
+    try:
+        _check_ends(text)
+        markdown = reader.document(text)
+    except OpenArgumentsError:
+        return [Part("", title, text, "plain"), Fault("", _OPEN, 0), *notes(note)]
     document = Part("", reader.title or title, markdown, "markdown")
     return [document, *notes(note), *reader.faults]
 
@@ -408,7 +427,7 @@ class _Reader:
         value = argument(part, span.end()) if span else None
         if span and value:
             words = self.converted(value.text).strip()
-            return [words] * int(span[1])
+            return [words] * min(int(span[1]), _MOST_COPIES)
         merged = re.search(r"\\multirow(?:\[[^\]]*\])?\{[^}]*\}\{[^}]*\}", part)
         value = argument(part, merged.end()) if merged else None
         return [self.converted(value.text if value else part).strip()]
@@ -417,6 +436,17 @@ class _Reader:
         fault = Fault("", reason, 0)
         if fault not in self.faults:
             self.faults.append(fault)
+
+
+def _check_ends(text: str) -> None:
+    """Raise OpenArgumentsError if too many formulas and environments stand behind the last end of their kind."""
+    ends: dict[str, int] = {}
+    for start in _ENDS.finditer(text):
+        end = f"\\end{{{start[1]}}}" if start[1] else {"(": "\\)", "[": "\\]"}[start[2]]
+        if end not in ends:
+            ends[end] = text.rfind(end)
+        if start.start() > ends[end]:
+            note_open(text, start.start(), _SEARCH_STEPS)
 
 
 def _environment(text: str, place: int) -> _Environment | None:
@@ -428,6 +458,7 @@ def _environment(text: str, place: int) -> _Environment | None:
         depth += 1 if mark[1] == "begin" else -1
         if not depth:
             return _Environment(name.text, text[name.stop : mark.start()], mark.end())
+    note_open(text, place)
     return None
 
 

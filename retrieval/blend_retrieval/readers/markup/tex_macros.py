@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from typing import NamedTuple
 
 _DEFINITION = re.compile(
@@ -11,8 +12,28 @@ _DEFINITION = re.compile(
 )
 _COMMAND = re.compile(r"\\([a-zA-Z@]+)")
 _BLANKS = re.compile(r"[ \t]*\n?[ \t]*")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+_BRACES_AND_BRACKETS = re.compile(r"[{}\]]")
+_DEPTHS = {"{": 1, "}": -1}
 _MOST_EXPANSIONS = 20_000
 _MOST_DEPTH = 20  # of macros in macros
+_MOST_WRITTEN = 5_000_000  # characters in the place of macros
+_MOST_SEARCHED = 10_000_000  # characters that are searched for the ends of arguments and environments, in vain
+
+searched_in_vain: ContextVar[int] = ContextVar("searched_in_vain", default=0)
+"""The characters of the file that is read; `read_tex` sets it to zero."""
+
+
+class OpenArgumentsError(Exception):
+    """Too many arguments and environments of a file do not end."""
+
+
+def note_open(text: str, place: int, steps: int = 1) -> None:
+    """Count a search in vain, from a place to the end of a text, at so many characters a step. Raises OpenArgumentsError."""
+    count = searched_in_vain.get() + (len(text) - place) // steps
+    searched_in_vain.set(count)
+    if count > _MOST_SEARCHED:
+        raise OpenArgumentsError
 
 
 class Argument(NamedTuple):
@@ -28,18 +49,11 @@ def argument(text: str, place: int) -> Argument | None:
     if start >= len(text) or text[start] != "{":
         return None
     depth = 0
-    at = start
-    while at < len(text):
-        sign = text[at]
-        if sign == "\\":
-            at += 1
-        elif sign == "{":
-            depth += 1
-        elif sign == "}":
-            depth -= 1
-            if not depth:
-                return Argument(text[start + 1 : at], at + 1)
-        at += 1
+    for token in _BRACES.finditer(text, start):
+        depth += _DEPTHS.get(token[0], 0)
+        if token[0] == "}" and not depth:
+            return Argument(text[start + 1 : token.start()], token.end())
+    note_open(text, start)
     return None
 
 
@@ -49,10 +63,11 @@ def option(text: str, place: int) -> Argument | None:
     if start >= len(text) or text[start] != "[":
         return None
     depth = 0
-    for at in range(start + 1, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[at], 0)
-        if text[at] == "]" and depth <= 0:
-            return Argument(text[start + 1 : at], at + 1)
+    for token in _BRACES_AND_BRACKETS.finditer(text, start + 1):
+        depth += _DEPTHS.get(token[0], 0)
+        if token[0] == "]" and depth <= 0:
+            return Argument(text[start + 1 : token.start()], token.end())
+    note_open(text, start)
     return None
 
 
@@ -75,6 +90,7 @@ class Macros:
     def __init__(self) -> None:
         self._macros: dict[str, _Macro] = {}
         self._expansions = 0
+        self._written_left = _MOST_WRITTEN
 
     def defined(self, text: str) -> str:
         """The text without its definitions."""
@@ -115,13 +131,17 @@ class Macros:
             self._expansions += 1
             if depth > _MOST_DEPTH or self._expansions > _MOST_EXPANSIONS:
                 break
-            written, stop = self._written(text, command)
+            expansion = self._written(text, command)
+            if expansion is None:
+                break
+            written, stop = expansion
             texts.append(text[place : command.start()])
             texts.append(self.expanded(written, depth + 1))
             place = stop
         return "".join([*texts, text[place:]])
 
-    def _written(self, text: str, command: re.Match[str]) -> Argument:
+    def _written(self, text: str, command: re.Match[str]) -> Argument | None:
+        """The text in the place of a macro; None if it goes beyond the bound."""
         macro = self._macros[command[1]]
         stop = command.end()
         values: list[str] = []
@@ -136,7 +156,13 @@ class Macros:
             values.append(value.text)
             stop = value.stop
         body = macro.body
+        copied = sum(body.count(f"#{number}") * len(value) for number, value in enumerate(values, 1))
+        self._written_left -= len(body) + copied
+        if self._written_left < 0:
+            return None
         for number, value_text in enumerate(values, 1):
+            if body.count(f"#{number}") * len(value_text) > _MOST_WRITTEN:
+                return None
             body = body.replace(f"#{number}", value_text)
         if not macro.arguments and text[stop : stop + 2] == "{}":
             stop += 2
