@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -118,6 +119,28 @@ def test_silent_connections_and_requests_that_do_not_end_keep_nobody_out(url: st
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith("{")]
     [warning] = [line["event"] for line in lines if line["event"] != "request"]
     assert warning == "kvblend.connections: more connections than open files allow: idle ones are closed"
+
+
+def test_thousands_of_heads_that_do_not_end_keep_nobody_out(served: Served) -> None:
+    """Each health check opens a connection of its own. As many heads as this process may open both ends of, up to 2,000."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = 6000 if most == resource.RLIM_INFINITY else min(6000, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(few, limit), most))
+    count = min(2000, (max(few, limit) - 500) // 2)
+    try:
+        with ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(served.connected()).sendall(HEAD + b"A: b")
+            seconds = []
+            for _ in range(9):
+                begun = time.perf_counter()
+                assert served.send("GET", "/health").status_code == 200
+                seconds.append(time.perf_counter() - begun)
+            assert statistics.median(seconds) < 1
+            assert served.ask().status_code == 200
+        until(lambda: not served.server.server_state.tasks)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
 
 
 def test_each_message_is_logged_once_in_a_minute() -> None:
