@@ -171,6 +171,12 @@ def test_pictures_in_many_cells_take_linear_time(cpu_seconds):
     assert ratio < 8
 
 
+def test_a_line_of_a_calendar_with_broken_parameters_keeps_its_text():
+    data = b'BEGIN:VCALENDAR\nBEGIN:VEVENT\nSUMMARY:alpha\nDESCRIPTION;A="b:omega\nEND:VEVENT\nEND:VCALENDAR'
+
+    assert texts_of("a.ics", data) == ["Summary: alpha\nDescription: omega"]
+
+
 HELD = {
     "a CSV of one line": ("a.csv", b"a" * 3_000_000),
     "a CSV of 100,000 columns": ("a.csv", b"a," * 100_000),

@@ -12,6 +12,7 @@ from blend_retrieval.readers.base import Part, Parts, UnreadableError, notes
 _FOLD = re.compile(r"\r?\n[ \t]")
 _VALUE = r'(?:"[^"]*"|[^";:,]*)'
 _LINE = re.compile(rf"(?P<name>[A-Za-z0-9-]+)(?P<parameters>(?:;[A-Za-z0-9-]+={_VALUE}(?:,{_VALUE})*)*):(?P<value>.*)")
+_DAMAGED = re.compile(r"(?P<name>[A-Za-z0-9-]+);(?P<parameters>)[^:]*:(?P<value>.*)")  # its parameters are not read
 _PARAMETER = re.compile(rf";([A-Za-z0-9-]+)=({_VALUE}(?:,{_VALUE})*)")
 _MOMENT = re.compile(r"(\d{4})(\d\d)(\d\d)(?:T(\d\d)(\d\d)(\d\d)(Z?))?")
 _ESCAPED = re.compile(r"\\(.)")
@@ -72,7 +73,7 @@ def events_text(calendar: str) -> str:
 
 def _properties(calendar: str) -> Iterator[_Property]:
     for line in _FOLD.sub("", calendar).splitlines():
-        match = _LINE.fullmatch(line)
+        match = _LINE.fullmatch(line) or _DAMAGED.fullmatch(line)
         if match is not None:
             parameters = {name.upper(): value.strip('"') for name, value in _PARAMETER.findall(match["parameters"])}
             yield _Property(match["name"].upper(), parameters, match["value"])
