@@ -1,5 +1,6 @@
 """Mails, tables, captions and notebooks that attack their reader: the text that they hold stays, and the work is bounded."""
 
+import io
 import json
 
 import pytest
@@ -175,6 +176,18 @@ def test_a_line_of_a_calendar_with_broken_parameters_keeps_its_text():
     data = b'BEGIN:VCALENDAR\nBEGIN:VEVENT\nSUMMARY:alpha\nDESCRIPTION;A="b:omega\nEND:VEVENT\nEND:VCALENDAR'
 
     assert texts_of("a.ics", data) == ["Summary: alpha\nDescription: omega"]
+
+
+def test_a_column_that_repeats_a_long_text_is_refused():
+    from arro3.core import Array, DataType, Table
+    from arro3.io import write_parquet
+
+    data = io.BytesIO()
+    column = Array(["y" * 10_000] * 6500, DataType.string())
+    write_parquet(Table.from_arrays([column], names=["text"]), data)
+
+    (reason,) = reasons_of("a.parquet", data.getvalue())
+    assert reason == "unpacks to far more text than a file of its size holds: divide it"
 
 
 HELD = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Any
 
 from blend_retrieval.document import enumerated
@@ -17,6 +18,8 @@ from blend_retrieval.readers.tables import markdown_table
 _PARQUET, _ENCRYPTED_PARQUET, _ARROW, _OLD_FEATHER = b"PAR1", b"PARE", b"ARROW1", b"FEA1"
 _RECORD_FIELDS = {"title", "id", "_id"}  # beside the text, of rows that are documents
 _BYTES = "holds bytes, which are not read"
+_MOST_TEXT = 60_000_000  # characters that any file may unpack to
+_MOST_SWELLING = 100  # times of its bytes that a file may unpack to beyond that
 _PANIC = "PanicException"  # of a parser in Rust; it derives from BaseException alone
 
 
@@ -44,7 +47,8 @@ def read_feather(data: bytes, title: str, text_field: str = TEXT_FIELD) -> Parts
 
 def _parts(batches_of: Any, data: bytes, title: str, text_field: str) -> Parts:
     try:
-        return _Columns(title, text_field).parts(batches_of(io.BytesIO(data)))
+        columns = _Columns(title, text_field, len(data))
+        return columns.parts(batches_of(io.BytesIO(data)))
     except BaseException as error:
         if type(error).__name__ != _PANIC:
             raise
@@ -54,9 +58,10 @@ def _parts(batches_of: Any, data: bytes, title: str, text_field: str) -> Parts:
 class _Columns:
     """The texts of a file's columns, batch by batch."""
 
-    def __init__(self, title: str, text_field: str) -> None:
+    def __init__(self, title: str, text_field: str, file_length: int) -> None:
         self._title = title
         self._text_field = text_field
+        self._free_length = max(_MOST_TEXT, _MOST_SWELLING * file_length)
         self._unread: dict[str, dict[str, None]] = {}
         self._faults: list[Fault] = []
 
@@ -81,7 +86,7 @@ class _Columns:
         rows: list[list[str]] = []
         for batch in batches:
             header = list(batch.column_names)
-            columns = map(self._texts, header, batch.columns)
+            columns = map(self._counted_texts, header, batch.columns)
             rows += map(list, zip(*columns, strict=True))
             report(len(rows), 0, "rows")
             most_rows = MOST_CELLS // max(len(header), 1)
@@ -101,24 +106,37 @@ class _Columns:
             parts[part._replace(title=title)] = None
         return list(parts)
 
-    def _texts(self, name: str, column: Any) -> list[str]:
+    def _counted_texts(self, name: str, column: Any) -> list[str]:
+        """The texts of a column. Raises `UnreadableError` where those of the file are far longer than the file."""
+        texts = []
+        for text in self._texts(name, column):
+            self._free_length -= len(text)
+            if self._free_length < 0:
+                raise UnreadableError("unpacks to far more text than a file of its size holds: divide it")
+            texts.append(text)
+        return texts
+
+    def _texts(self, name: str, column: Any) -> Iterator[str]:
         """The values of a column as Arrow writes them; nested ones as JSON."""
         from arro3.core import DataType
 
         kind: Any = column.type
         if DataType.is_nested(kind) and not _is_of_numbers(kind):
-            values = [value.as_py() for value in column]
-            return ["" if value is None else self._json(name, value) for value in values]
+            values = (value.as_py() for value in column)
+            yield from ("" if value is None else self._json(name, value) for value in values)
+            return
         checks = (DataType.is_binary, DataType.is_large_binary, DataType.is_fixed_size_binary, DataType.is_binary_view)
         if any(check(kind) for check in checks):
             self._name(name, _BYTES)
-            return [""] * len(column)
+            yield from repeat("", len(column))
+            return
         try:
             texts = column.cast(DataType.string())
         except Exception:  # such as a date after the year 9999; arro3 raises no narrower class
             self._name(name, "holds a value that cannot be written as text")
-            return [""] * len(column)
-        return [text.as_py() or "" for text in texts]
+            yield from repeat("", len(column))
+            return
+        yield from (text.as_py() or "" for text in texts)
 
     def _name(self, column: str, reason: str) -> None:
         self._unread.setdefault(reason, {})[column] = None
