@@ -82,6 +82,18 @@ MARKUP = {
     "addresses": ("a.adoc", lambda: "link:" * 8000, "link:" * 8000, ""),
     "a cell over a million rows and columns": ("a.adoc", lambda: "|===\n999999999.999999999+|abc\n|===", "abc", ""),
     "a row of many cells": ("a.adoc", lambda: "|===\n" + "|a " * 9000 + "\n|===", "| a | a |", ""),
+    "blocks of all names": (
+        "a.org",
+        lambda: "".join(f"#+begin_a{number}\n" for number in range(8000)),
+        "#+begin_a7998\n#+begin_a7999",
+        "",
+    ),
+    "macros of a long text": (
+        "a.org",
+        lambda: "#+macro: a " + "x" * 4000 + "\n" + "{{{a}}}" * 4000,
+        "{{{a}}}{{{a}}}",
+        "repeats its macros too often",
+    ),
     "open blocks": ("a.org", lambda: "#+begin_src\n" * 8000, "#+begin_src\n#+begin_src", ""),
 }
 
@@ -91,7 +103,7 @@ def test_hostile_markup_keeps_its_text(name):
     path, make, words, reason = MARKUP[name]
     start = time.process_time()
     documents, skipped = load_bytes(path, b"start\n\n" + make().encode() + b"\n\nhello\n")
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 2
     assert words in documents[0].text
     assert documents[0].text.startswith("start")
     assert documents[0].text.rstrip().endswith("hello")
@@ -134,7 +146,7 @@ def test_hostile_latex_keeps_its_text(name):
     make, words, reason = TEX[name]
     start = time.process_time()
     documents, skipped = load_bytes("a.tex", b"start\n\n" + make().encode() + b"\n\nhello\n")
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 2
     assert words in documents[0].text
     assert documents[0].text.startswith("start")
     assert documents[0].text.rstrip().endswith("hello")

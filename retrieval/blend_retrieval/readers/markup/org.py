@@ -38,6 +38,10 @@ _MACRO = re.compile(r"\{\{\{(\w[\w-]*)(?:\((.*?)\))?\}\}\}")
 _ESCAPED = re.compile(r"^([ \t]*),(?=[*,#])")
 _LONG_FENCE = "`" * 8
 _HEADING_LEVELS = 6
+_MOST_FILLED = 2_000_000  # characters that stand in the place of macros
+_MOST_ARGUMENTS = 100
+_DRAWER_NAME = ":end:"
+_BLOCK_END = re.compile(r"[ \t]*#\+end_(\w+)[ \t]*$", re.IGNORECASE)
 
 
 def read_org(data: bytes, title: str) -> Parts:
@@ -57,24 +61,23 @@ class _Reader:
         self.title = ""
         self.faults: list[Fault] = []
         self._macros: dict[str, str] = {}
+        self._filled_left = _MOST_FILLED
 
     def lines(self, lines: list[str]) -> Iterator[str]:
         place = 0
-        unended: set[re.Pattern[str]] = set()
+        last_ends = _last_ends(lines)
         while place < len(lines):
             line = lines[place]
             begin = _BEGIN.match(line)
             drawer = _DRAWER.match(line)
             ending = _end_of(begin[1]) if begin else _DRAWER_END
-            is_block = ending not in unended and bool(begin or drawer)
-            stop = _until(lines, place, ending) if is_block else len(lines)
+            name = begin[1].lower() if begin else _DRAWER_NAME
+            has_end = bool(begin or drawer) and last_ends.get(name, 0) > place
+            stop = _until(lines, place, ending) if has_end else len(lines)
             if stop == len(lines):
-                if is_block:
-                    unended.add(ending)
                 stop = self._last_of_group(lines, place)
                 yield from self._group(lines[place : stop + 1])
             elif begin:
-                name = begin[1].lower()
                 inside = lines[place + 1 : stop]
                 yield from self._block(name, begin[2], inside)
             else:
@@ -159,9 +162,15 @@ class _Reader:
 
     def _macro(self, match: re.Match[str]) -> str:
         text = self._macros.get(match[1], match[0])
-        arguments = (match[2] or "").split(",")
+        arguments = (match[2] or "").split(",")[:_MOST_ARGUMENTS]
         for number, argument in enumerate(arguments, 1):
-            text = text.replace(f"${number}", argument.strip())
+            self._filled_left -= text.count(f"${number}") * len(argument)
+            if self._filled_left >= 0:
+                text = text.replace(f"${number}", argument.strip())
+        self._filled_left -= len(text)
+        if self._filled_left < 0:
+            self._note("repeats its macros too often: from there on they stay as they are written")
+            return match[0]
         return text
 
     def _link(self, match: re.Match[str]) -> str:
@@ -184,6 +193,18 @@ def _emphasized(match: re.Match[str]) -> str:
 
 def _end_of(name: str) -> re.Pattern[str]:
     return re.compile(rf"[ \t]*#\+end_{re.escape(name)}[ \t]*$", re.IGNORECASE)
+
+
+def _last_ends(lines: list[str]) -> dict[str, int]:
+    """The place of the last end of each kind of block."""
+    places: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        block = _BLOCK_END.match(line)
+        if block:
+            places[block[1].lower()] = number
+        elif _DRAWER_END.match(line):
+            places[_DRAWER_NAME] = number
+    return places
 
 
 def _until(lines: list[str], place: int, pattern: re.Pattern[str]) -> int:
