@@ -84,9 +84,24 @@ def test_a_store_that_cannot_be_written_costs_no_answer(filled, other_model):
     assert result.json["answer"]
 
 
-def test_a_damaged_index_is_named_and_built_anew(filled, documents):
-    for path in (filled.store / "index").glob("index-*.faiss"):
+def damage_index(store, kind):
+    for path in (store / "index").glob(f"{kind}-*"):
         path.write_bytes(path.read_bytes()[:-9])
+
+
+def test_damaged_vectors_are_named_and_built_anew_from_the_texts(filled, documents):
+    before = filled.precompute(documents).json
+    damage_index(filled.store, "index")
+    assert "blend precompute" in filled(*ANSWER).refused(8)
+    added = filled("precompute", documents / "quarry.md", "--add", "--chunk-tokens", "64")
+    assert added.code == 0
+    assert "is not as it was written" in added.out + added.err
+    assert filled.precompute(documents).json["chunks"] == before["chunks"]
+    filled.answer()
+
+
+def test_an_index_with_damaged_texts_is_named_and_built_anew(filled, documents):
+    damage_index(filled.store, "chunks")
     assert "blend precompute" in filled(*ANSWER).refused(8)
     assert filled("precompute", documents / "quarry.md", "--add", "--chunk-tokens", "64").code == 8
     again = filled.precompute(documents)

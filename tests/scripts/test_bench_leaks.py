@@ -1,6 +1,8 @@
 """`scripts/bench_edits leaks` on a tiny model."""
 
 import json
+import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,9 +20,17 @@ def leaks(monkeypatch):
     return _leaks
 
 
-def test_secrets_of_every_kind_are_asked_for_in_every_way(tmp_path):
-    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
-    model = save_tiny_model(tmp_path / "tiny", text[:40_000], template=QWEN, max_position_embeddings=16_384)
+def paragraphs(count):
+    """Paragraphs of 30 words, no two of which are alike."""
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randrange(3, 8))) for _ in range(400)]
+    return [" ".join(draw.choices(words, k=30)) + "." for _ in range(count)]
+
+
+def test_secrets_of_every_kind_are_asked_for_in_every_way(tmp_path, leaks, monkeypatch):
+    monkeypatch.setattr(leaks, "prose", partial(paragraphs, 60))
+    text = "\n\n".join(paragraphs(60))
+    model = save_tiny_model(tmp_path / "tiny", text, template=QWEN, max_position_embeddings=16_384)
     file = tmp_path / "leaks.json"
     arguments = ("leaks", "--json", file, "--model", model)
     printed("bench_edits", *arguments, "--secrets", 2)

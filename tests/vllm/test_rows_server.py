@@ -14,7 +14,7 @@ from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
-from blend.serve.prompts.learned import LearnedTexts
+from blend.serve.prompts.learned_list import LearnedTexts
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
 
