@@ -85,7 +85,7 @@ def test_a_file_that_ends_its_process_is_tried_in_a_new_one_and_then_skipped(tmp
 
     with ReaderProcess(progress=end) as reader:
         reader.read(tmp_path / "a.md", "text")
-        write(tmp_path, b_csv=b"a,b\n" + b"1,2\n" * 190_000)
+        write(tmp_path, b_csv=b"a,b\n" + b"1,2\n" * 1_200_000)
         with pytest.raises(UnreadableError) as error:
             reader.read(tmp_path / "b.csv", "text")
         assert str(error.value) == reason
@@ -102,7 +102,7 @@ def children_of_reader():
 
 
 def test_giving_up_ends_the_process(tmp_path):
-    write(tmp_path, b_csv=b"a,b\n" + b"1,2\n" * 190_000)
+    write(tmp_path, b_csv=b"a,b\n" + b"1,2\n" * 1_200_000)
 
     def give_up(*_):
         raise KeyboardInterrupt
