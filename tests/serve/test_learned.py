@@ -3,105 +3,24 @@
 import random
 import sqlite3
 import stat
-from collections.abc import Callable
-from contextlib import closing, suppress
-from functools import cache, partial
-from math import inf
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from unittest.mock import Mock
 
 import pytest
 import torch
-from cases import make_layout
-from models import decoder
+from learned_bench import SIZE, Bench, change, size_of_text, text
 
-from blend.config import BlendConfig
 from blend.errors import StoreError
-from blend.layout import Tokens
-from blend.prefill.blender import Blender
 from blend.serve.prompts.learned import Forgotten, LearnedCaches, Wish
 from blend.serve.removed import KEEP_S, RemovedKeys, removed_from
 from blend.serve.request import RequestOrigin
 from blend.serve.shares import ACTIVE_S
-from blend.store import open_store
-from blend.store.admin import write_sources
 from blend.store.backend import pin_cache
-from blend.types import CacheKey, CacheKind, ChunkKey
+from blend.types import ChunkKey
 from tests.store.reading import in_threads
-
-PREFIX = make_layout().prefix
-SIZE = 64  # tokens of a text
-
-
-def text(number: int, size: int = SIZE) -> Tokens:
-    return make_layout(chunks=(size,), seed=100 + number).chunks[0]
-
-
-@cache
-def size_of_text() -> int:
-    """Bytes of its caches."""
-    library = Blender(decoder("llama"), open_store("memory:", codec="native"), BlendConfig("none")).library(PREFIX)
-    return sum(map(library.entry_bytes, library.variants([text(0)])))
-
-
-class Bench:
-    """A store of a tiny decoder's caches and the texts learned into it. budget: in texts."""
-
-    def __init__(
-        self,
-        root: Path,
-        budget: float = 1000,
-        codec: str = "native",
-        clock: Callable[[], float] = time,
-        store_budget: int | None = None,
-        name: str = "llama",
-        **model: torch.dtype,
-    ) -> None:
-        self.store = open_store(root / "kv", codec=codec, budget_bytes=store_budget)
-        blender = Blender(decoder(name, **model), self.store, BlendConfig("none"))
-        self.library = blender.library(PREFIX)
-        self.learned = LearnedCaches(root / "learned.sqlite", int(budget * size_of_text()), clock)
-
-    def learn(self, *texts: Tokens, user: str = "", session: str = "", client: str = "", begun: float = inf) -> None:
-        """As a request does that brought them all, once the server was idle. begun: when it came."""
-        admitted = self.learned.admitted(self.library, texts, RequestOrigin(user, session, client))
-        for variant, made in self.library.computed(self.library.missing(sorted(admitted))):
-            keep = partial(self.library.keep, variant, made)
-            removed_from(self.store).unless_removed(self.library.key(variant), begun, keep)
-
-    def use(self, *texts: Tokens) -> None:
-        """As a request does that found them."""
-        self.learned.admitted(self.library, texts)
-
-    def recur(self, number: int) -> None:
-        """As two requests do that bring the same text."""
-        self.learn(text(number))
-        self.use(text(number))
-
-    def pin(self, *texts: Tokens, user: str = "", session: str = "", client: str = "") -> list[bool]:
-        """Which of these texts are pinned for a minute."""
-        pinned = self.learned.pin(dict.fromkeys(texts, Wish(60, size_of_text())), RequestOrigin(user, session, client))
-        return [text in pinned for text in texts]
-
-    def key(self, text: Tokens) -> ChunkKey:
-        return self.library.key(CacheKey(text, CacheKind.ISOLATED))
-
-    def put_in_corpus(self, *texts: Tokens) -> None:
-        keys = [self.key(text) for text in texts]
-        space = keys[0].namespace
-        write_sources(self.store, "", space, {space: {key.digest: "a.txt" for key in keys}})
-
-    def hits(self, *texts: Tokens) -> list[bool]:
-        """Which of these texts have their caches in the store."""
-        return [not self.library.missing([text]) for text in texts]
-
-    def found(self, ids: Tokens, user: str = "") -> list[tuple[int, int, int]]:
-        return sorted((run.start, run.stop, run.first) for run in self.learned.index(user).runs(ids))
-
-    def finds(self, numbers: range, user: str = "") -> list[bool]:
-        """Which of these texts the user finds."""
-        return [bool(self.found(text(number), user)) for number in numbers]
 
 
 @pytest.mark.parametrize("name", ["llama", "bamba"])
@@ -144,104 +63,6 @@ def test_a_smaller_budget_holds_for_all_users_from_the_first_request_on(tmp_path
     tiny = Bench(tmp_path, 0.99)
     tiny.learn(text(7))
     assert (tiny.store.stats().entries, len(tiny.learned), tiny.found(text(7))) == (0, 0, [])
-
-
-def change(path: Path, script: str) -> None:
-    """Run SQL in the list of texts."""
-    with closing(sqlite3.connect(path / "learned.sqlite")) as file:
-        file.executescript(script)
-
-
-def overwrite(start: int, content: bytes) -> Callable[[Path], None]:
-    def change_bytes(path: Path) -> None:
-        with path.open("r+b") as file:
-            file.seek(start)
-            file.write(content)
-
-    return change_bytes
-
-
-def other_tables(path: Path) -> None:
-    path.unlink()
-    with closing(sqlite3.connect(path)) as file:
-        file.execute("CREATE TABLE pieces (other TEXT)")
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "zeroed page": overwrite(4096, bytes(4096)),
-    "zeroed first page": overwrite(0, bytes(4096)),
-    "text": lambda path: path.write_text("no database at all\n" * 400),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
-    "header": overwrite(0, b"Fqlite"),
-    "page size": overwrite(16, b"\x00\x07"),
-    "other tables": other_tables,
-    "folder": folder,
-}
-
-
-def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_list_is_set_aside_and_a_new_one_begins(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "learned.sqlite"
-    Bench(tmp_path).learn(text(1))
-    DAMAGE[kind](path)
-    content = path.read_bytes() if path.is_file() else None
-    bench = Bench(tmp_path)
-    (aside,) = tmp_path.glob("learned.sqlite.damaged-*")
-    assert (aside.read_bytes() if aside.is_file() else None) == content, "nothing is deleted"
-    assert logged(caplog) == ["learned_texts_set_aside"]
-    assert (len(bench.learned), bench.found(text(1))) == (0, [])
-    bench.learn(text(2))
-    assert Bench(tmp_path).found(text(2)) == [(0, SIZE, 0)]
-    assert len(logged(caplog)) == 1
-
-
-@pytest.mark.parametrize("kind", ["zeroed page", "text", "cut", "header", "other tables"])
-def test_a_list_that_is_damaged_while_it_is_used_begins_anew(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench, other = Bench(tmp_path), Bench(tmp_path)
-    bench.learn(*map(text, range(40)))
-    assert other.found(text(1))
-    DAMAGE[kind](tmp_path / "learned.sqlite")
-    for _ in range(2):  # the first request may be the one that notices
-        with suppress(StoreError):
-            bench.learn(text(50))
-    assert logged(caplog) == ["learned_texts_set_aside"]
-    assert len(list(tmp_path.glob("learned.sqlite.damaged-*"))) == 1
-    for process in (bench, other):
-        assert (process.found(text(50)), process.found(text(1))) == ([(0, SIZE, 0)], [])
-    assert bench.learned.nbytes == size_of_text()
-
-
-CHANGED = {
-    "other bytes": "randomblob(4 * 64)",
-    "fewer": "x'010203'",
-    "text": "'words'",
-    "none": "NULL",
-    "zeros": "zeroblob(256)",
-}
-
-
-@pytest.mark.parametrize("tokens", CHANGED.values(), ids=CHANGED)
-def test_changed_tokens_are_not_taken_for_the_text(tmp_path: Path, tokens: str) -> None:
-    bench = Bench(tmp_path)
-    bench.learn(text(1), text(2))
-    change(tmp_path, f"UPDATE pieces SET tokens = {tokens} WHERE used = 1")
-    bench = Bench(tmp_path)
-    assert (bench.found(text(1)), bench.found(text(2))) == ([], [(0, SIZE, 0)])
-    bench.learn(text(1))
-    assert bench.found(text(1)) == [(0, SIZE, 0)]
 
 
 def test_each_user_finds_the_texts_that_the_user_brought(tmp_path: Path) -> None:
