@@ -1,7 +1,7 @@
 """SQLite files: whether one is damaged, and a new one in its place.
 
-SQLite has no checksums. It notices a page that makes no sense, and not a changed byte in a text. So whoever keeps what must not
-be lost in such a file needs a second source, or digests.
+SQLite has no checksums. It notices a broken page, but not a changed byte in a text. What must not be lost therefore
+needs a second source, or digests.
 """
 
 from __future__ import annotations

@@ -421,7 +421,7 @@ class CorpusWorker:
             place.leave()
 
     def _divide_off(self, batch: Batch, queued: QueuedUpload, *, is_long: bool) -> None:
-        """Give a file that needs a reader, or one for long, a batch of its own."""
+        """Put a file that needs a reader process into a batch that holds it alone. is_long: the process may run long."""
         batch.uploads.remove(queued)
         alone = Batch([queued], is_long=is_long)
         alone.steps = self._steps(alone)
