@@ -265,3 +265,25 @@ def test_nobody_sees_a_list_that_has_only_some_of_its_tables(tmp_path: Path) -> 
     queue.put([Upload("file", "bell.txt", "bell", b"A bell.")])
     transactions = int.from_bytes(queue.path.read_bytes()[24:28], "big")  # SQLite's file change counter
     assert transactions == 2, "one for all tables, one for the upload"
+
+
+def test_nobody_sees_a_new_list_without_the_uploads_that_wait(incoming: Path, queue: UploadQueue) -> None:
+    """Another server would give their numbers to its uploads, and theirs would be taken for old."""
+    queue.path.write_text("damaged")
+    assert UploadQueue(incoming).waiting()
+    transactions = int.from_bytes(queue.path.read_bytes()[24:28], "big")
+    assert transactions == 1
+
+
+def test_an_upload_whose_number_another_has_is_kept(tmp_path: Path) -> None:
+    queue = UploadQueue(tmp_path / "incoming")
+    queue.put([Upload("text", "weir", "The weir", b"Four gates.")])
+    (lost,) = queue.folder.glob("*.upload")
+    weir = lost.rename(tmp_path / lost.name)
+    queue.path.unlink()
+    queue.put([Upload("text", "mill", "The mill", b"It is closed.")])
+    weir.rename(lost)
+    queue.sweep()
+    assert [queued.upload.id for queued in queue.waiting()] == ["mill"]
+    (aside,) = queue.folder.glob(f"{lost.name}.damaged-*")
+    assert b"Four gates." in aside.read_bytes()

@@ -48,16 +48,14 @@ COLUMNS = "number, state, nbytes, tries, place, kind, id, title, reason, text_fi
 OVERTAKEN = 1 << 15  # bytes for which one later upload goes first
 _BUSY_S = 60.0  # how long another server's transaction may take
 _VERSION = 1
-_SCHEMA = f"""
-BEGIN IMMEDIATE;  -- a list without some of its tables would be a damaged one
-CREATE TABLE IF NOT EXISTS uploads (
+_SCHEMA = (
+    """CREATE TABLE IF NOT EXISTS uploads (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT, id TEXT, title TEXT, text_field TEXT, reason TEXT,
-    state TEXT, nbytes INTEGER, tries INTEGER DEFAULT 0, place INTEGER DEFAULT 0, file TEXT, bytes TEXT);
-CREATE TABLE IF NOT EXISTS gone (ids TEXT);
-CREATE TABLE IF NOT EXISTS progress (id TEXT PRIMARY KEY, done INTEGER, total INTEGER, reason TEXT);
-PRAGMA user_version = {_VERSION};
-COMMIT;
-"""
+    state TEXT, nbytes INTEGER, tries INTEGER DEFAULT 0, place INTEGER DEFAULT 0, file TEXT, bytes TEXT)""",
+    "CREATE TABLE IF NOT EXISTS gone (ids TEXT)",
+    "CREATE TABLE IF NOT EXISTS progress (id TEXT PRIMARY KEY, done INTEGER, total INTEGER, reason TEXT)",
+    f"PRAGMA user_version = {_VERSION}",
+)
 _QUERIES = (f"SELECT {COLUMNS}, file FROM uploads LIMIT 0", "SELECT ids FROM gone", "SELECT * FROM progress LIMIT 0")
 
 _Arguments = ParamSpec("_Arguments")
@@ -227,7 +225,7 @@ class UploadList:
 
     def _begin_anew(self) -> None:
         """Make a new list. Files that do not say what they are are set aside: the damaged list said it."""
-        with self._changing(durable=True, check=False) as change:
+        with self._changing(durable=True, anew=True) as change:
             for name in self._unlisted(()):
                 if not says_what_it_is(name):
                     set_aside(self.folder / name)
@@ -273,7 +271,11 @@ class UploadList:
                 words = f"an upload in {self.folder} is damaged, and no list says what it was: it is now {set_aside(path).name}"
                 LOG.warning("upload_damaged", extra={"why": words})
                 continue
-            if file.mark == USELESS or _is_superseded(change.database, file):
+            if _is_of_another(change.database, file):
+                aside = set_aside(path).name
+                words = f"an upload in {self.folder} has the number of another: it is now {aside}; hand it in again"
+                LOG.warning("upload_not_listed", extra={"why": words})
+            elif file.mark == USELESS or _is_superseded(change.database, file):
                 change.ended.append(name)
             else:
                 change.supersede(file.upload, file.number)
@@ -296,19 +298,27 @@ class UploadList:
                 return database.execute(query, parameters).fetchall()
 
     @contextmanager
-    def _changing(self, *, durable: bool = False, check: bool = True) -> Iterator[Change]:
-        """A transaction. durable: it is on the disk at the end, and makes the folder; others do not: the store may be away."""
+    def _changing(self, *, durable: bool = False, anew: bool = False) -> Iterator[Change]:
+        """A transaction.
+
+        durable: it is on the disk at the end, and makes the folder; others do not: the store may be away.
+        anew: nobody sees the list before the transaction ends. It is not looked at for damage.
+        """
         with self._named():
             if durable:
                 make_private_folder(self.folder)
-            if check:
+            if not anew:
                 self._check()
             self.path.touch(mode=0o600)
             with closing(self._connected()) as database:
                 database.execute("PRAGMA journal_mode = PERSIST")
                 database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-                database.executescript(_SCHEMA)
                 database.execute("BEGIN IMMEDIATE")
+                for statement in _SCHEMA:  # a list without some of its tables would be a damaged one
+                    database.execute(statement)
+                if not anew:  # until it has a table, a list next to the file of an upload is a lost one
+                    database.execute("COMMIT")
+                    database.execute("BEGIN IMMEDIATE")
                 change = Change(self.folder, database, durable)
                 try:
                     with database:
@@ -342,6 +352,23 @@ class UploadList:
 
     def _damage(self) -> str:
         """Why the list cannot be used; empty if it can."""
+        file = self._file()
+        try:
+            return self._damage_of_file()
+        except (OSError, sqlite3.Error):
+            if self._file() == file:
+                raise
+            return self._damage()  # another server has set it aside meanwhile
+
+    def _file(self) -> tuple[int, int] | None:
+        """Which file is the list; None if there is none."""
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _damage_of_file(self) -> str:
         if why := damage_of(self.path, _QUERIES, _VERSION):
             return why
         if self._is_empty:
@@ -430,6 +457,12 @@ def _queued(row: Sequence[Any]) -> QueuedUpload:
         raise ListDamagedError(f"upload {number} makes no sense")
     upload = Upload(kind, identifier, title, reason=reason, text_field=text_field)
     return QueuedUpload(number, state, nbytes, tries, place, upload)
+
+
+def _is_of_another(database: sqlite3.Connection, file: UploadFile) -> bool:
+    """Whether the list has another upload under this one's number."""
+    query = "SELECT 1 FROM uploads WHERE number = ? AND id != ?"
+    return database.execute(query, (file.number, file.upload.id)).fetchone() is not None
 
 
 def _is_superseded(database: sqlite3.Connection, file: UploadFile) -> bool:
