@@ -92,12 +92,11 @@ def is_learned(place: Place) -> bool:
     return place.origin is PlaceOrigin.LEARNED
 
 
-def distances(blender: Blender, layout: PromptLayout) -> dict[tuple[str, float], float]:
+def distances(blender: Blender, layout: PromptLayout, full: Reference) -> dict[tuple[str, float], float]:
     """Mean KL of full recompute's answer to the blended one, for each kind of cache at each ratio."""
-    full = Reference.of(full_prefill(blender.decoder, layout), layout, ANSWER)
     found = dict[tuple[str, float], float]()
     for kind, surrogate in (("isolated", False), ("contextual", True)):
-        for ratio in (0.0, 0.05, 0.15):
+        for ratio in (0.0, 0.15):
             config = BlendConfig(ratio=ratio, surrogate=surrogate, correction=False)
             blend = blender.prefill(layout, config=config, room=ANSWER)
             assert not blend.missing
@@ -124,9 +123,10 @@ def test_no_words_in_front_of_a_text_change_what_it_says_to_others(attacked: Ser
     layout = attacked.prepare(request(INTRODUCTIONS[1] + PASSAGE, ASKED)).layout
     assert any(map(is_learned, layout.places))
     blender = attacked.tenant("").rag().blender
-    control = distances(*untouched(blender, layout))
+    full = Reference.of(full_prefill(blender.decoder, layout), layout, ANSWER)
+    control = distances(*untouched(blender, layout), full)
     assert control["isolated", 0.0] != control["contextual", 0.0]
-    assert distances(blender, layout) == pytest.approx(control, rel=0.05, abs=NOISE)
+    assert distances(blender, layout, full) == pytest.approx(control, rel=0.05, abs=NOISE)
 
 
 CLEAN = "\n\n".join(
