@@ -187,6 +187,30 @@ LINES = [
 ]
 
 
+def test_lines_that_a_program_did_not_fold():
+    calendar = """BEGIN:VCALENDAR
+METHOD:PUBLISH
+X-WR-CALNAME:Harbour\\, north
+NAME:Harbour\\, north
+X-WR-CALDESC:Tests of
+ the gates
+BEGIN:VEVENT
+DESCRIPTION:Bring the key.
+The code is 4417
+
+Ring at gate 3\\nor 4
+X-ALT-DESC;FMTTYPE=text/html:<p>Bring
+the key</p>
+SUMMARY:Gate test
+END:VEVENT
+and this is nobody's
+END:VCALENDAR"""
+    assert mail_text(part("text/calendar", calendar)).splitlines() == [
+        *("Calendar: publish", "Name: Harbour, north", "Description: Tests ofthe gates", ""),
+        *("Description: Bring the key.", "The code is 4417", "Ring at gate 3", "or 4", "Summary: Gate test"),
+    ]
+
+
 def test_invitations():
     invitation = part("text/calendar; method=REQUEST; charset=utf-8", EVENT)
     alone = mail_text(invitation)

@@ -1,6 +1,7 @@
 """Slides: raised, lowered and struck-through text, numbers of lists, formulas, and texts of pictures."""
 
 import io
+import zipfile
 from copy import deepcopy
 
 import pytest
@@ -218,3 +219,21 @@ def test_shapes_that_only_new_versions_know():
     frame.graphic.graphicData.set("uri", "http://schemas.microsoft.com/office/drawing/2014/chartex")
     only_new[0].append(frame)
     assert read(deck) == ("Volume: 10^6", ["holds a diagram, which is not read"])
+
+
+@pytest.mark.parametrize("part", ["ppt/slides/slide2.xml", "ppt/slides/_rels/slide2.xml.rels"])
+def test_a_slide_that_is_missing_takes_no_other_with_it(part):
+    deck = Presentation()
+    for number in range(3):
+        deck.slides.add_slide(deck.slide_layouts[5]).shapes.title.text = f"The code is 44{number}."
+    whole, cut = io.BytesIO(), io.BytesIO()
+    deck.save(whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(cut, "w") as target:
+        for name in source.namelist():
+            if name != part:
+                target.writestr(name, source.read(name))
+    loaded = load_bytes("a.pptx", cut.getvalue())
+    assert loaded.documents[0].text == "## The code is 440.\n\n## The code is 442."
+    (skipped,) = loaded.skipped
+    assert "slide 2" in skipped.source
+    assert "is missing" in skipped.reason

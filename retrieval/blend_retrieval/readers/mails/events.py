@@ -30,10 +30,11 @@ _LABELS = {
 _TECHNICAL = ("UID", "DTSTAMP", "SEQUENCE", "CREATED", "LAST-MODIFIED", "TRANSP", "CLASS", "BEGIN", "END")
 _MOMENTS = ("DTSTART", "DTEND", "DUE", "COMPLETED", "RDATE", "EXDATE", "RECURRENCE-ID")
 _PEOPLE = ("ATTENDEE", "ORGANIZER")
+_OF_CALENDAR = {"METHOD": "Calendar", "NAME": "Name", "X-WR-CALNAME": "Name", "X-WR-CALDESC": "Description"}
 
 
 class _Property(NamedTuple):
-    """A line of a calendar. name: in upper case, as the parameters' names."""
+    """A line of a calendar. name: in upper case, as the parameters' names; "" for a line that is none."""
 
     name: str
     parameters: dict[str, str]
@@ -54,21 +55,47 @@ def events_text(calendar: str) -> str:
 
     Times come as 2026-11-03 09:00 UTC (20261103T090000Z): legible, and as they are in the file.
     """
-    blocks: list[list[str]] = [[]]
-    open_components: list[str] = []
+    events = _Events()
     for line in _properties(calendar):
+        events.take(line)
+    return "\n\n".join("\n".join(block) for block in events.blocks if block)
+
+
+class _Events:
+    """What the lines of a calendar say, in blocks: first of the calendar, then of each event."""
+
+    def __init__(self) -> None:
+        self.blocks: list[list[str]] = [[]]
+        self._components: list[str] = []
+        self._is_shown = True
+
+    def take(self, line: _Property) -> None:
+        """Take the next line."""
+        if not line.name:  # some programs do not fold: the line before goes on
+            if self._is_shown and self._in_event:
+                self.blocks[-1].append(_words(line.value))
+            return
+        self._is_shown = not line.name.startswith("X-")
         if line.name == "BEGIN":
-            open_components.append(line.value.strip().upper())
-            if open_components[-1] in _READ:
-                blocks.append([])
-        elif line.name == "END" and open_components:
-            open_components.pop()
-        elif open_components and open_components[-1] in _READ and line.name not in _TECHNICAL:
-            if line.value.strip() and not line.name.startswith("X-"):
-                blocks[-1].append(_shown(line))
-        elif line.name == "METHOD":
-            blocks[0].append(f"Calendar: {line.value.lower()}")
-    return "\n\n".join("\n".join(block) for block in blocks if block)
+            self._components.append(line.value.strip().upper())
+            if self._in_event:
+                self.blocks.append([])
+        elif line.name == "END" and self._components:
+            self._components.pop()
+        elif self._in_event:
+            if line.value.strip() and self._is_shown and line.name not in _TECHNICAL:
+                self.blocks[-1].append(_shown(line))
+        elif line.name in _OF_CALENDAR and self._components in ([], ["VCALENDAR"]):
+            self._take_calendars(_OF_CALENDAR[line.name], _words(line.value))
+
+    def _take_calendars(self, label: str, words: str) -> None:
+        entry = f"{label}: {words.lower() if label == 'Calendar' else words}"
+        if words.strip() and entry not in self.blocks[0]:
+            self.blocks[0].append(entry)
+
+    @property
+    def _in_event(self) -> bool:
+        return bool(self._components) and self._components[-1] in _READ
 
 
 def _properties(calendar: str) -> Iterator[_Property]:
@@ -77,6 +104,8 @@ def _properties(calendar: str) -> Iterator[_Property]:
         if match is not None:
             parameters = {name.upper(): value.strip('"') for name, value in _PARAMETER.findall(match["parameters"])}
             yield _Property(match["name"].upper(), parameters, match["value"])
+        elif line.strip():
+            yield _Property("", {}, line)
 
 
 def _shown(line: _Property) -> str:
@@ -86,8 +115,11 @@ def _shown(line: _Property) -> str:
         return f"{label}: {', '.join(moments)}"
     if line.name in _PEOPLE:
         return f"{label}: {_person(line)}"
-    words = _ESCAPED.sub(lambda match: "\n" if match[1] in "nN" else match[1], line.value)
-    return f"{label}: {words}"
+    return f"{label}: {_words(line.value)}"
+
+
+def _words(value: str) -> str:
+    return _ESCAPED.sub(lambda match: "\n" if match[1] in "nN" else match[1], value)
 
 
 def _moment(value: str, zone: str) -> str:

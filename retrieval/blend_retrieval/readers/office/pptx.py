@@ -31,8 +31,14 @@ def read_pptx(data: bytes, title: str) -> Parts:
     faults = []
     presentation = Presentation(io.BytesIO(data))
     slide_text = SlideText(presentation.element.find(_DEFAULT_STYLES))
-    for number, slide in enumerate(presentation.slides, 1):
-        blocks = list(_Slide(slide, slide_text).blocks())
+    listed = presentation.element.sldIdLst
+    for number, entry in enumerate(() if listed is None else listed.sldId_lst, 1):
+        try:
+            slide = presentation.part.related_slide(entry.rId)
+            blocks = list(_Slide(slide, slide_text).blocks())
+        except KeyError:
+            faults.append(Fault(f"slide {number}", "is not read: it, or a part of the file that it needs, is missing"))
+            continue
         texts.append(_joined(blocks))
         faults += [Fault(f"slide {number}", reason) for reason in _left_out(slide, blocks)]
     deck = Part("", title, _joined(texts), "markdown")
