@@ -112,8 +112,8 @@ class CorpusConfig:
         chunk_tokens: longest chunk, in tokens.
         top_k: chunks to retrieve.
         min_score: least similarity of a retrieved chunk to the question, 0 to 1; 0 retrieves any. None takes the
-            embedder's own: 0.15 with minilm, else any.
-        embedder: the embedding model.
+            embedder's own: 0.15 with minilm, one common word with words, else any.
+        embedder: the embedding model; "words" needs none, and finds passages by their words alone.
         reranker: a cross-encoder that orders the chunks found anew.
         codec: how the store keeps KV.
         batch_tokens: tokens of one forward pass of precompute.

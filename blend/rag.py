@@ -15,6 +15,7 @@ from blend.chunks.fit import neutral_correction
 from blend.chunks.probe import take_held_dtype
 from blend.config import (
     ANSWER_TOKENS,
+    DEFAULT_EMBEDDER,
     DEFAULT_MODEL,
     DEFAULT_STORE,
     WHOLE,
@@ -49,6 +50,7 @@ from blend_retrieval import (
     Retriever,
     load_documents,
     load_embedder,
+    load_embedder_or_words,
 )
 from blend_retrieval.errors import IndexMissingError
 
@@ -240,8 +242,20 @@ class Rag:
 
     @loaded_once
     def embedder(self) -> Embedder:
-        """The embedding model."""
-        return load_embedder(self.corpus_config.embedder)
+        """The embedding model. A new corpus is found by words where the default one cannot be had, which a warning says."""
+        name = self.corpus_config.embedder
+        if name == DEFAULT_EMBEDDER and not self._has_index():
+            return load_embedder_or_words(name)
+        return load_embedder(name)
+
+    def _has_index(self) -> bool:
+        try:
+            _ = self.index
+        except (IndexMissingError, ConfigError):
+            return False
+        except RetrievalError:
+            pass  # damaged: it is there
+        return True
 
     @loaded_once
     def reranker(self) -> Reranker | None:

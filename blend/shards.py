@@ -21,6 +21,7 @@ from blend.config import Share
 from blend.errors import ConfigError, WorkersError, first_line
 from blend.stopwatch import Progress
 from blend.types import CacheKind
+from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
@@ -156,7 +157,7 @@ def ray_cluster(address: str, workers: int | None, *, on_gpu: bool) -> Iterator[
     try:
         import ray
     except ImportError:
-        raise ConfigError("--ray needs Ray: pip install 'kvblend[ray]'") from None
+        raise ConfigError(f"--ray needs Ray: {install_command('ray')}") from None
     _require_listener(address)
     handler = signal.getsignal(signal.SIGTERM)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

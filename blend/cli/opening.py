@@ -24,6 +24,7 @@ from blend.types import CacheKind
 from blend.weights import CATALOG, resolve_model
 from blend.weights.catalog import is_cached, require_on_hub
 from blend_retrieval import ChunkIndex, RetrievalError, load_embedder
+from blend_retrieval.embedders import BY_WORDS
 
 if TYPE_CHECKING:
     from blend.rag import Rag
@@ -113,7 +114,11 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         usual = rag.corpus_config.embedder
         with suppress(*(() if needs_index else (RetrievalError,))):
             rag.take_embedder_of_index()
-        if rag.corpus_config.embedder != usual:
+        if rag.corpus_config.embedder == BY_WORDS:
+            note(
+                f"Passages are found by their words alone, as the index was made; precompute with --embedder {usual} for more"
+            )
+        elif rag.corpus_config.embedder != usual:
             note(f"Embedding with {rag.corpus_config.embedder}, which made the index; --embedder names another")
     return rag
 

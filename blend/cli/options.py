@@ -335,13 +335,13 @@ dividing = _together(
 
 
 def _embedder(default: str) -> Option:
-    words = "minilm, a sentence-transformers id or a directory."
+    words = "minilm, a sentence-transformers id, a directory, or words, which needs no model."
     return click.option("--embedder", type=NAME, show_default=default, help=words)
 
 
 _BY_INDEX = "the one that made the index"
 # Of a corpus that is being made
-chunking = _together(dividing, _embedder(f"{_BY_INDEX}, or {_DEFAULTS['embedder']}"))
+chunking = _together(dividing, _embedder(f"{_BY_INDEX}, or {_DEFAULTS['embedder']}; words where that cannot be had"))
 
 # Of a corpus that is there
 retrieval = _together(
@@ -354,7 +354,7 @@ retrieval = _together(
     _field(
         "min_score",
         "Least similarity to the question of a chunk that is retrieved; 0: any.  "
-        f"[default: {MINILM_FLOOR} with minilm, else any]",
+        f"[default: {MINILM_FLOOR} with minilm, one common word with words, else any]",
     ),
     _embedder(_BY_INDEX),
 )

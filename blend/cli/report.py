@@ -24,6 +24,7 @@ from blend.eval.dataset import LINE, QUESTION_LINE, Question, Record, RecordChun
 from blend.eval.needles import MIN_CHUNKS, make_needles
 from blend.select import make_selector
 from blend.select.base import needs_of
+from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from blend.eval.evaluator import Evaluator, Method
@@ -155,7 +156,7 @@ def _measure(
     from blend.eval.metrics import has_rouge, wants_rouge
 
     if not has_rouge() and any(wants_rouge(record.answers, record.task) for record in records):
-        note("ROUGE-L of long answers is left out: it needs rouge-score, pip install 'kvblend[report]'")
+        note(f"ROUGE-L of long answers is left out: it needs rouge-score, {install_command('report')}")
     measured: list[Measurement] = []
     try:
         evaluator = Evaluator(rag.blender, rag.template, max_new_tokens=max_new_tokens, repeats=repeats)

@@ -21,6 +21,7 @@ from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.serve.limits import BODY_BUDGET
 from blend.text import is_loopback, origin_of
+from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from blend.serve.events import Audit
@@ -83,7 +84,7 @@ def command(**values: Any) -> None:
 def _require_extra() -> None:
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'kvblend[serve]'")
+        raise ConfigError(f"the server needs {', '.join(missing)}: {install_command('serve')}")
 
 
 def _tenants(keys: Sequence[str], file: Path | None) -> ApiKeys:
@@ -142,7 +143,7 @@ def _tracing() -> Tracing | None:
     if not is_wanted(os.environ):
         return None
     if not is_installed():
-        note(f"no spans are sent, though {' or '.join(ENDPOINTS)} is set: pip install 'kvblend[otel]'")
+        note(f"no spans are sent, though {' or '.join(ENDPOINTS)} is set: {install_command('otel')}")
         return None
     return exporting()
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError
+from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
@@ -103,7 +104,7 @@ def _rouge_scorer() -> RougeScorer:
         from rouge_score.rouge_scorer import RougeScorer
         from rouge_score.tokenizers import DefaultTokenizer
     except ImportError:
-        raise ConfigError("ROUGE-L needs the package rouge-score: pip install 'kvblend[report]'") from None
+        raise ConfigError(f"ROUGE-L needs the package rouge-score: {install_command('report')}") from None
     return RougeScorer(["rougeL"], tokenizer=_RougeTokenizer(DefaultTokenizer(use_stemmer=True)))
 
 

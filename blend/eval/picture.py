@@ -17,6 +17,7 @@ from blend.eval.output import check_writable, write_whole
 from blend.eval.report import FULL, MethodSummary, Report
 from blend.intervals import LEVEL, Interval
 from blend.text import visible
+from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +69,7 @@ Panel = Callable[["Axes", Report], None]
 def require_matplotlib(option: str) -> None:
     """Raise `ConfigError` if matplotlib is not installed. option: what needs it."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{option} draws pictures, which needs matplotlib: pip install 'kvblend[report]'")
+        raise ConfigError(f"{option} draws pictures, which needs matplotlib: {install_command('report')}")
 
 
 def check_picture(path: Path) -> None:

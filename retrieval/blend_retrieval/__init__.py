@@ -24,7 +24,7 @@ Importing this package loads no torch, faiss or parser: each is loaded where it 
 from blend_retrieval.chunking import Chunk, chunk_documents, divide_in_steps
 from blend_retrieval.corpus_stdlib import write_stdlib_corpus
 from blend_retrieval.document import Document, LoadedDocuments, SkippedDocument
-from blend_retrieval.embedders import Embedder, load_embedder
+from blend_retrieval.embedders import Embedder, load_embedder, load_embedder_or_words
 from blend_retrieval.errors import RetrievalError
 from blend_retrieval.index import ChunkIndex, CurrentIndex, IndexUpdate, passage_text, update_index
 from blend_retrieval.loading import load_bytes, load_documents
@@ -50,6 +50,7 @@ __all__ = [
     "load_bytes",
     "load_documents",
     "load_embedder",
+    "load_embedder_or_words",
     "passage_text",
     "update_index",
     "write_stdlib_corpus",

@@ -4,6 +4,7 @@
     ├── DocumentsError          nothing to read: a missing path, or no readable document under it
     ├── ChunkingError           a token limit that cannot be met
     ├── EmbeddingError          an embedding model that cannot be loaded
+    │   └── ModelMissingError       one that is not on this machine, and that no hub offers
     ├── QueryError              an empty question, or a number of results below 1
     ├── CorpusError             a module that the demo corpus cannot be made from
     └── ChunkIndexError         an index that cannot be opened, read or written
@@ -33,6 +34,10 @@ class ChunkingError(RetrievalError, ValueError):
 
 class EmbeddingError(RetrievalError):
     """An embedding model that cannot be loaded."""
+
+
+class ModelMissingError(EmbeddingError):
+    """A model that is not on this machine, and that cannot be fetched."""
 
 
 class QueryError(RetrievalError, ValueError):

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import RLock, Thread
 from typing import Any
 
-from blend_retrieval.errors import EmbeddingError
+from blend_retrieval.errors import EmbeddingError, ModelMissingError
 
 WITHIN_S = 10.0
 LOADING = RLock()
@@ -66,7 +66,7 @@ def load_model(kind: str, what: str, location: str, device: str, remedy: str) ->
     """A model of the class `kind` of sentence-transformers. The hub is asked before anything heavy is imported.
 
     what: as an error calls it. location: its folder or its id on the hub. remedy: the end of an error.
-    Raises `EmbeddingError` if it cannot be loaded.
+    Raises `EmbeddingError` if it cannot be loaded: `ModelMissingError` if it is neither here nor on the hub.
     """
     from huggingface_hub.constants import ENDPOINT
 
@@ -83,7 +83,7 @@ def load_model(kind: str, what: str, location: str, device: str, remedy: str) ->
     if not is_offline():
         LOG.warning(f"{called} is not on this machine: fetching it from {ENDPOINT}")
     if reason := why_not(location):
-        raise EmbeddingError(f"{called} {reason}; {remedy}")
+        raise ModelMissingError(f"{called} {reason}; {remedy}")
     try:
         return _loaded(kind, location, device)
     except Exception as error:

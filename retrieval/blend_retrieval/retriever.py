@@ -44,7 +44,8 @@ class Retriever:
     Args:
         index: the chunks.
         embedder: the one that made their vectors.
-        min_score: least similarity of a result; 0: any. None takes the embedder's own: 0.15 with minilm, else any.
+        min_score: least similarity of a result; 0: any. None takes the embedder's own: 0.15 with minilm, one common word
+            with words, else any.
         reranker: orders the best ones anew, if given.
 
     Raises:
@@ -103,18 +104,23 @@ class Retriever:
 
         Similarity counts in standard deviations over the corpus, because embedders differ in what is usual. Words add to it in
         proportion to their coverage: a convex combination, as Bruch et al. 2023 find better than ranks ("An Analysis of Fusion
-        Functions for Hybrid Retrieval"). Chunks that are not similar enough have a relevance of minus infinity.
+        Functions for Hybrid Retrieval"). Without an embedder that knows meaning, coverage is the similarity. Chunks that are
+        not similar enough have a relevance of minus infinity.
         """
         import numpy as np
 
         index = self.index
-        similarity = index.similarities(self._embedded(questions))
         coverage = np.zeros(len(index), np.float32)
         for age, question in enumerate(questions):
             coverage += _DECAY**age * index.lexical.coverage(question)
         sample = index.profile.sample
-        deviation = max(float(similarity[sample].std()), 1e-6)
-        relevance = similarity / deviation + WORDS_WEIGHT * coverage
+        relevance = WORDS_WEIGHT * coverage
+        if self._embedder.knows_meaning:
+            similarity = index.similarities(self._embedded(questions))
+            deviation = max(float(similarity[sample].std()), 1e-6)
+            relevance += similarity / deviation
+        else:
+            similarity = np.minimum(coverage, 1)
         irrelevant = float(relevance[sample].mean())
         relevance[~(similarity >= self._floor)] = -np.inf
         return similarity, relevance, irrelevant

@@ -18,6 +18,7 @@ from blend.census.reading import LoggedRequest, LogReader
 from blend.census.show import Findings
 from blend.census.tokens import estimated
 from blend.cli import blend
+from blend_retrieval.installation import install_command
 from tests.tiny_model import save_tiny_model
 
 CALL = {"path": "a.py"}
@@ -173,7 +174,7 @@ def test_a_picture_that_cannot_be_written_ends_before_the_count(tmp_path, monkey
     assert "ends in .png or .svg" in str(census(log, "--picture", tmp_path / "x.jpg").exception)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = str(census(log, "--picture", tmp_path / "x.png").exception)
-    assert refused == "--picture draws pictures, which needs matplotlib: pip install 'kvblend[report]'"
+    assert refused == f"--picture draws pictures, which needs matplotlib: {install_command('report')}"
     out = tmp_path / "same.png"
     assert "name the same file" in str(census(log, "--json", out, "--picture", out).exception)
 

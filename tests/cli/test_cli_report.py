@@ -129,7 +129,8 @@ def test_without_matplotlib_a_line_says_what_to_install_before_the_run(filled, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = filled.here("report", option, "out.svg").refused(2)
     assert option in refused
-    assert "pip install 'kvblend[report]'" in refused
+    assert "pip install " in refused
+    assert "[report]'" in refused
 
 
 @pytest.mark.parametrize(

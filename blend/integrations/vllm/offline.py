@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from blend.errors import ConfigError
+from blend_retrieval.installation import install_command
 
 
 def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -> Any:
@@ -25,7 +26,7 @@ def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -
 
     """
     if find_spec("vllm") is None:
-        raise ConfigError("--engine vllm needs vLLM: pip install 'kvblend[vllm]'")
+        raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}")
     options = _options(engine_options)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is then in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; its own default takes most of the memory

@@ -53,6 +53,10 @@ def _answer(raw: bytes, state: AppState, tenant: str, watch: asyncio.Task[None],
         log_error(error, identifier)
         message = "this server's embedding model cannot be loaded; its log says why"
         raise unavailable(message, retry_s=None) from error
+    if not embedder.knows_meaning:
+        raise refuse(
+            "this corpus is searched by words: the server has no embedding model", "model", "model_not_found", 404
+        )
     if body.model not in ("", embedder.name, *names.names):
         raise unknown_model(body.model, (embedder.name, *names.names))
     tokens = _checked(body, embedder)

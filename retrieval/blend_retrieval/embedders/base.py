@@ -26,12 +26,14 @@ class Embedder(ABC):
     dimension: length of a vector.
     window: tokens that the model reads at once; None: any number. Longer texts are read in several windows.
     floor: similarity below which a passage has nothing to do with a question; 0 where that was not measured.
+    knows_meaning: whether the vectors say what texts mean. If not, passages are ranked by their words alone.
     """
 
     name: str
     dimension: int
     window: int | None = None
     floor: float = 0.0
+    knows_meaning: bool = True
 
     @property
     def identity(self) -> str:

