@@ -146,6 +146,7 @@ def prompt_document(
     *,
     pictures: bool,
     layer: int | None = None,
+    titles: Sequence[str] = (),
 ) -> dict[str, object]:
     """JSON value of one prompt.
 
@@ -155,13 +156,17 @@ def prompt_document(
         identity: its id and question.
         pictures: whether the token-by-token pictures of every layer are part of it.
         layer: the one to show first; None takes the middle layer whose rows give most to other chunks.
+        titles: of the chunks, in the prompt's order; none, or one a chunk.
     """
     ranked = _RANKED_BY.get(make_selector(config.selector).name)
-    segments = zip(analysis.segments.names, analysis.segments.spans, strict=True)
+    titles = titles or [""] * len(analysis.layout.chunk_spans)
+    segments = zip(analysis.segments.names, ["", *titles, ""], analysis.segments.spans, strict=True)
     return {
         **identity,
         "rows": analysis.layout.rows,
-        "segments": [{"name": name, "start": span.start, "stop": span.stop} for name, span in segments],
+        "segments": [
+            {"name": name, "title": title, "start": span.start, "stop": span.stop} for name, title, span in segments
+        ],
         "tokens": list(analysis.texts),
         "kinds": [KINDS[kind] for kind in analysis.kinds],
         "recomputed": analysis.recomputed.tolist(),
@@ -171,7 +176,7 @@ def prompt_document(
         "chunk_attention": [layer.by_segment for layer in analysis.attention],
         "chunk_reading": _chunk_reading(analysis),
         "question_attention": analysis.exchange.question,
-        "question_reading": _question_reading(analysis),
+        "question_reading": _question_reading(analysis, titles),
         "chunk_deviation": _chunk_deviation(analysis),
         "pictures": _pictures(analysis, layer) if pictures else None,
     }
@@ -250,14 +255,15 @@ def _chunk_reading(analysis: PromptAnalysis) -> str:
     )
 
 
-def _question_reading(analysis: PromptAnalysis) -> str:
+def _question_reading(analysis: PromptAnalysis, titles: Sequence[str]) -> str:
     mean = analysis.exchange.question.mean(1)
     full, reuse, blended = mean[:, 1:-1]
     most = int(full.argmax())
+    title = f", {titles[most]}," if titles[most] else ""
     reuse_shift = np.abs(reuse - full).sum()
     blend_shift = np.abs(blended - full).sum()
     return (
-        f"Under full recompute the question reads chunk {most + 1} most ({full[most]:.1%} of its attention, mean over "
+        f"Under full recompute the question reads chunk {most + 1}{title} most ({full[most]:.1%} of its attention, mean over "
         f"layers); plain reuse gives that chunk {reuse[most]:.1%}, blending {blended[most]:.1%}. "
         f"Added up over the chunks, shares are off by {reuse_shift:.1%} under reuse and {blend_shift:.1%} after blending."
     )

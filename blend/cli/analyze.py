@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blend.layout import PromptLayout
     from blend.rag import Rag
 
-_Prompt = tuple[str, str, "PromptLayout"]  # id, question, layout
+_Prompt = tuple[str, str, "PromptLayout", list[str]]  # id, question, layout, titles of its chunks
 # Prompts whose text the page can show; the numbers of all of them are averaged.
 MOST_VIEWS = 8
 
@@ -80,8 +80,8 @@ def command(
 
 def _asked(rag: Rag, question: str) -> list[_Prompt]:
     """One prompt as `blend answer` makes it."""
-    _, layout = rag.retrieve(question)
-    return [("question", question, layout)]
+    ranked, layout = rag.retrieve(question)
+    return [("question", question, layout, [hit.chunk.title for hit in ranked])]
 
 
 def _recorded(rag: Rag, records: list[Record]) -> list[_Prompt]:
@@ -90,7 +90,15 @@ def _recorded(rag: Rag, records: list[Record]) -> list[_Prompt]:
 
     fitting = fitting_records(rag, records, 0)
     calibrate(rag, Evaluator(rag.blender, rag.template), fitting)
-    return [(record.id, record.question, rag.template.layout(record.question, record.chunks)) for record in fitting]
+    return [
+        (
+            record.id,
+            record.question,
+            rag.template.layout(record.question, record.chunks),
+            [chunk.title for chunk in record.chunks],
+        )
+        for record in fitting
+    ]
 
 
 def _analyze(rag: Rag, prompts: list[_Prompt], layer: int | None, head: int | None) -> list[Analyzed]:
@@ -102,12 +110,14 @@ def _analyze(rag: Rag, prompts: list[_Prompt], layer: int | None, head: int | No
     analyzed: list[Analyzed] = []
     try:
         with counting("Analyzing prompts", "prompts", len(prompts)) as count:
-            for place, (name, question, layout) in enumerate(prompts):
+            for place, (name, question, layout, titles) in enumerate(prompts):
                 analysis = analyze_prompt(rag.blender, layout, head=head)
                 identity = {"id": name, "question": question}
                 view = None
                 if place < MOST_VIEWS:
-                    view = prompt_document(analysis, rag.blend_config, identity, pictures=place == 0, layer=layer)
+                    view = prompt_document(
+                        analysis, rag.blend_config, identity, pictures=place == 0, layer=layer, titles=titles
+                    )
                 analyzed.append(Analyzed(identity, summarize(analysis), analysis.mapped, view))
                 note(f"[{place + 1}/{len(prompts)}] {name}: {layout.rows} tokens")
                 count(place + 1)

@@ -23,12 +23,14 @@ ASSETS = {file.name: file.read_text(encoding="utf-8") for file in files("blend.a
 SCRIPTS = "\n".join(text for name, text in ASSETS.items() if name.endswith(".js"))
 
 
-def _document(*layouts: PromptLayout, config: BlendConfig = FIRST_K, question: str = "why?") -> dict[str, Any]:
+def _document(
+    *layouts: PromptLayout, config: BlendConfig = FIRST_K, question: str = "why?", titles: tuple[str, ...] = ()
+) -> dict[str, Any]:
     prompts = []
     for number, layout in enumerate(layouts or (LAYOUT,)):
         found = analyzed("llama", config, layout)
         identity = {"id": f"p{number}", "question": question}
-        view = prompt_document(found, config, identity, pictures=number == 0)
+        view = prompt_document(found, config, identity, pictures=number == 0, titles=titles)
         prompts.append(Analyzed(identity, summarize(found), found.mapped, view))
     return analysis_document(prompts, RunInfo("tiny", "made up", "blend analyze", config.plain()), ("a note",))
 
@@ -53,6 +55,17 @@ def test_what_is_in_the_document():
     assert all(len(score["values"]) == LAYOUT.rows for score in first["scores"])
     assert [s["name"] for s in first["segments"]] == ["prefix", "chunk 1", "chunk 2", "chunk 3", "chunk 4", "question"]
     assert first["shown"] in [score["name"] for score in first["scores"]]
+
+
+def test_chunks_carry_their_titles():
+    titles = ("Harbour", "", "Bell", "Market")
+    (prompt,) = _document(titles=titles)["prompts"]
+    assert [segment["title"] for segment in prompt["segments"]] == ["", *titles, ""]
+    assert re.search(
+        r"the question reads chunk [134], (Harbour|Bell|Market), most|reads chunk 2 most", prompt["question_reading"]
+    )
+    with pytest.raises(ValueError, match="argument"):
+        _document(titles=titles[:2])
 
 
 BREAKOUT = (
@@ -130,7 +143,7 @@ def test_the_page_runs_its_own_script_alone():
 def test_what_the_scripts_put_into_the_page_is_escaped():
     """Every text out of the document that a script writes as markup goes through `escapeText`."""
     wanted = re.compile(
-        r"\.(name|label|question|id|model|workload|command)\b|tokens\[|kinds\[|\bnote\b|\bnames?\[|\bsaid\b"
+        r"\.(name|title|label|question|id|model|workload|command)\b|tokens\[|kinds\[|\bnote\b|\bnames?\[|\bsaid\b"
     )
     for line in SCRIPTS.splitlines():
         for markup in re.findall(r"`<[^`]*`", line):

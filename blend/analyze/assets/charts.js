@@ -34,6 +34,11 @@ function ticks(top, count = 4) {
   return found;
 }
 
+// A picture at its natural size: it shrinks with the window, and grows by a quarter at most, however wide its place is.
+function drawing(width, height, label, marks) {
+  return `<svg viewBox="0 0 ${width} ${height}" style="max-width:${Math.round(1.25 * width)}px" role="img" aria-label="${escapeText(label)}">${marks}</svg>`;
+}
+
 function frame({ width, height, left, bottom, top, yTop, yFormat, yLabel, xLabel }) {
   const right = 12;
   const y = (v) => top + (height - top - bottom) * (1 - v / yTop);
@@ -64,12 +69,12 @@ function lineChart({ series, bands = [], xLabel, yLabel, yFormat = (v) => percen
     return `<rect x="${x(i) - half}" y="${top}" width="${2 * half}" height="${height - top - bottom}" fill="transparent" data-tip="${escapeText(`layer ${i}\n${said}`)}"/>`;
   });
   const keys = [...series.map((s) => ({ name: s.name, color: s.color, dash: s.dash })), ...bands.filter((b) => b.name).map((b) => ({ name: b.name, color: b.color, area: b.opacity ?? 0.2 }))];
-  return `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${escapeText(label)}">${marks}${names.join("")}${areas.join("")}${paths.join("")}${spots.join("")}</svg>${legend(keys)}`;
+  return drawing(width, height, label, marks + names.join("") + areas.join("") + paths.join("") + spots.join("")) + legend(keys);
 }
 
 // One group of bars a category; baseline: a dashed line with a name.
-function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent(v), label, baseline, counts, wide = false }) {
-  const [width, height, left, bottom, top] = [wide ? 1150 : 560, 250, 54, xLabel ? 40 : 24, 26];
+function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent(v), label, baseline, counts }) {
+  const [width, height, left, bottom, top] = [560, 250, 54, xLabel ? 40 : 24, 26];
   const yTop = Math.max(1e-9, baseline?.value ?? 0, ...series.flatMap((s) => s.values).filter((v) => v !== null)) * (counts ? 1.16 : 1.08);
   const { y, right, marks } = frame({ width, height, left, bottom, top, yTop, yFormat, yLabel, xLabel });
   const slot = (width - left - right) / categories.length;
@@ -89,7 +94,34 @@ function barChart({ categories, series, xLabel, yLabel, yFormat = (v) => percent
   ]);
   const dashed = baseline ? `<line x1="${left}" x2="${width - right}" y1="${y(baseline.value)}" y2="${y(baseline.value)}" stroke="var(--ink)" stroke-dasharray="5 4"/>` : "";
   const keys = [...(counts ? [{ name: "number above a bar: rows there", bare: true }] : []), ...(series.length > 1 ? series.map((s) => ({ name: s.name, color: s.color, box: true })) : []), ...(baseline ? [{ name: baseline.name, color: "var(--ink)", dash: "5 4" }] : [])];
-  return `<svg viewBox="0 0 ${width} ${height}" role="img" aria-label="${escapeText(label)}">${marks}${bars.join("")}${dashed}${above.join("")}</svg>${legend(keys)}`;
+  return drawing(width, height, label, marks + bars.join("") + dashed + above.join("")) + legend(keys);
+}
+
+// Bars that lie, a group a row, with the row's name before it. tips: the whole of a name that may be cut.
+function rowChart({ names, tips, series, yFormat = (v) => percent(v), xLabel, label, wide }) {
+  const [width, left, right, top, thick, between] = [wide ? 1150 : 560, wide ? 400 : 236, 52, 22, 11, 9];
+  const most = Math.floor((left - 14) / 7.3);
+  const slot = series.length * thick + between;
+  const height = top + names.length * slot;
+  const xTop = Math.max(1e-9, ...series.flatMap((s) => s.values).filter((v) => v !== null));
+  const rows = names.map((name, i) => {
+    const y = top + i * slot;
+    const said = (s) => `${tips[i]}\n${s.name}: ${yFormat(s.values[i])}`;
+    const bars = series.map((s, j) => {
+      const long = ((width - left - right) * (s.values[i] ?? 0)) / xTop;
+      return `<rect x="${left}" y="${y + j * thick}" width="${Math.max(0.5, long)}" height="${thick - 1}" fill="${s.color}" data-tip="${escapeText(said(s))}"/><text class="soft value" x="${left + long + 5}" y="${y + j * thick + 9}">${escapeText(yFormat(s.values[i]))}</text>`;
+    });
+    const middle = y + (series.length * thick) / 2 + 4;
+    return `<text x="${left - 8}" y="${middle}" text-anchor="end" data-tip="${escapeText(tips[i])}">${escapeText(tail(name, most))}</text>${bars.join("")}`;
+  });
+  return drawing(width, height, label, `<text class="soft" x="${left}" y="13">${escapeText(xLabel)}</text>${rows.join("")}`) + legend(series.map((s) => ({ name: s.name, color: s.color, box: true })));
+}
+
+// The end of a long name, which says most where headings stand in a title.
+function tail(name, most) {
+  if (name.length <= most) return name;
+  const [number, ...rest] = name.split(" \u00b7 ");
+  return `${number} \u00b7 \u2026${rest.join(" \u00b7 ").slice(number.length + 4 - most)}`;
 }
 
 function legend(keys) {
@@ -107,7 +139,8 @@ function heatmap({ matrix, rows, columns, share, text, tip, rowLabel, columnLabe
   const left = 26 + 7.2 * Math.max(...rows.map((r) => r.length));
   const slanted = Math.max(...columns.map((c) => c.length)) > 3;
   const [top, bottom] = [20, slanted ? 74 : 40];
-  const cell = (560 - left - 6) / columns.length;
+  const cell = Math.min(60, (560 - left - 6) / columns.length);
+  const width = left + cell * columns.length + 6;
   const tall = square ? Math.min(cell, 30) : Math.max(13, Math.min(cell, 20));
   const height = top + rows.length * tall + bottom;
   const rowStep = Math.ceil(13 / tall), columnStep = slanted ? Math.ceil(15 / cell) : Math.ceil(22 / cell);
@@ -125,8 +158,10 @@ function heatmap({ matrix, rows, columns, share, text, tip, rowLabel, columnLabe
     const at = left + (j + 0.5) * cell;
     return slanted ? `<text class="soft" x="${at}" y="${below - 2}" text-anchor="end" transform="rotate(-40 ${at} ${below - 4})">${escapeText(name)}</text>` : `<text class="soft" x="${at}" y="${below}" text-anchor="middle">${escapeText(name)}</text>`;
   });
-  const labels = `<text class="soft" x="4" y="13">${escapeText(rowLabel)}</text><text class="soft" x="${(left + 554) / 2}" y="${height - 4}" text-anchor="middle">${escapeText(columnLabel)}</text>`;
-  return `<svg viewBox="0 0 560 ${height}" role="img" aria-label="${escapeText(label)}">${cells.join("")}${rowNames.join("")}${columnNames.join("")}${labels}</svg>`;
+  const labels = `<text class="soft" x="4" y="13">${escapeText(rowLabel)}</text><text class="soft" x="${width - 6}" y="${height - 4}" text-anchor="end">${escapeText(columnLabel)}</text>`;
+  const least = 12 + 6.4 * columnLabel.length; // so that a few columns do not cut their label off
+  const shift = Math.max(0, least - width);
+  return drawing(width + shift, height, label, `<g transform="translate(${shift} 0)">${cells.join("")}${rowNames.join("")}${columnNames.join("")}${labels}</g>`);
 }
 
 // Buttons of which one is pressed; calls back with its index, once at the start.

@@ -95,20 +95,24 @@ function chunkMap() {
   choice(document.getElementById("chunk-controls"), groups.map((g) => g.name), 0, (index) => {
     const matrix = names.map((_, i) => average(groups[index].layers.map((l) => prompt.chunk_attention[l][i])).map((v, j) => (j > i ? null : v)));
     const few = names.length <= 14;
-    put("chunk-map", heatmap({ matrix, rows: names, columns: names, share: Math.sqrt, text: few ? (v) => (v >= 0.0095 ? Math.round(100 * v) : "") : null, tip: (i, j, v) => `${names[i]} attends to ${names[j]}\n${percent(v, 2)} of its attention`, rowLabel: "rows of", columnLabel: `attend to (numbers: % of the row's attention)`, label: "Attention chunk by chunk", square: true }) + rampLegend("share of attention, square-root scale", "0", "100%"));
+    put("chunk-map", heatmap({ matrix, rows: names, columns: names, share: Math.sqrt, text: few ? (v) => (v >= 0.0095 ? Math.round(100 * v) : "") : null, tip: (i, j, v) => `${titled(prompt.segments[i])}\nattends to ${titled(prompt.segments[j])}\n${percent(v, 2)} of its attention`, rowLabel: "rows of", columnLabel: `attend to (numbers: % of the row's attention)`, label: "Attention chunk by chunk", square: true }) + rampLegend("share of attention, square-root scale", "0", "100%"));
   });
   say("reading-chunk-map", prompt.chunk_reading);
 }
 
+// "3 \u00b7 Title" of each chunk, or "chunk 3" where chunks have no titles.
+const chunkNames = () => prompt.segments.slice(1, -1).map((s, i) => (s.title ? `${i + 1} \u00b7 ${s.title}` : s.name));
+const titled = (segment) => (segment.title ? `${segment.name} \u00b7 ${segment.title}` : segment.name);
+
 function questionChart() {
-  const names = prompt.segments.map((s) => s.name);
+  const names = chunkNames(), tips = prompt.segments.slice(1, -1).map(titled);
   const [full, reuse, blended] = prompt.question_attention.map((layers) => average(layers).slice(1, -1));
-  put("question", barChart({ categories: names.slice(1, -1), series: [
+  put("question", rowChart({ names, tips, series: [
     { name: "full recompute", values: full, color: "var(--grey)" }, { name: "plain reuse", values: reuse, color: "var(--orange)" }, { name: "after blending", values: blended, color: "var(--blue)" },
-  ], yFormat: (v) => percent(v, 1), wide: innerWidth > 800, xLabel: "", yLabel: "share of the question's attention, mean over layers", label: "What the question reads" }));
+  ], yFormat: (v) => percent(v, 1), wide: innerWidth > 800, xLabel: "share of the question's attention, mean over layers", label: "What the question reads" }));
   say("reading-question", prompt.question_reading);
   const { before, after } = prompt.chunk_deviation;
-  put("chunk-deviation", barChart({ categories: names.slice(1, -1), series: [{ name: "reused", values: before, color: "var(--orange)" }, { name: "blended", values: after, color: "var(--blue)" }], xLabel: "", yLabel: "distance / norm, mean over rows and layers", label: "Deviation by chunk" }));
+  put("chunk-deviation", rowChart({ names, tips, series: [{ name: "reused", values: before, color: "var(--orange)" }, { name: "blended", values: after, color: "var(--blue)" }], yFormat: (v) => percent(v, 1), wide: false, xLabel: "distance / norm, mean over rows and layers", label: "Deviation by chunk" }));
   const worst = before.indexOf(Math.max(...before));
   say("reading-chunks", `Chunk ${worst + 1} deviates most: ${percent(before[worst], 1)} before, ${percent(after[worst], 1)} after; chunk 1, right behind the prefix, ${percent(before[0], 1)}.`);
 }
@@ -130,7 +134,7 @@ function picture() {
     const image = context.createImageData(cells, cells);
     for (let i = 0, k = 0; i < cells; i++) for (let j = 0; j <= i; j++, k++) image.data.set([...rgb(bytes[k] / 255), 255], 4 * (i * cells + j));
     context.putImageData(image, 0, 0);
-    const owner = (cell) => prompt.segments.find((s) => cell * width < s.stop)?.name;
+    const owner = (cell) => titled(prompt.segments.find((s) => cell * width < s.stop) ?? prompt.segments.at(-1));
     canvas.addEventListener("mousemove", (event) => {
       const box = canvas.getBoundingClientRect();
       const [j, i] = [event.clientX - box.left, event.clientY - box.top].map((v) => Math.max(0, Math.min(cells - 1, Math.floor((v / box.width) * cells))));

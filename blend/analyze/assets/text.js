@@ -40,7 +40,7 @@ function colourText(prompt, score) {
   const parts = prompt.segments.map((segment) => {
     const rows = Array.from({ length: segment.stop - segment.start }, (_, k) => segment.start + k);
     const done = rows.filter((r) => recomputed.has(r)).length;
-    return `<h4>${escapeText(segment.name)} \u00b7 ${rows.length} tokens \u00b7 ${done} recomputed</h4>${rows.map(token).join("")}`;
+    return `<h4>${escapeText(titled(segment))} \u00b7 ${rows.length} tokens \u00b7 ${done} recomputed</h4>${rows.map(token).join("")}`;
   });
   const place = document.getElementById("text");
   const scrolled = place.scrollTop;
@@ -70,6 +70,6 @@ const brief = (v) => (v === null ? "\u2013" : v === 0 ? "0" : Math.abs(v) >= 0.0
 function tokenTip(prompt, row) {
   const segment = prompt.segments.find((s) => row < s.stop);
   const lines = prompt.scores.filter((s) => s.values[row] !== null).map((s) => `${s.label}: ${brief(s.values[row])}`);
-  const head = `\u201c${prompt.tokens[row].replace(/\n/g, "\u21b5")}\u201d \u00b7 row ${row}, token ${row - segment.start} of ${segment.name}, ${prompt.kinds[row]}`;
+  const head = `\u201c${prompt.tokens[row].replace(/\n/g, "\u21b5")}\u201d \u00b7 row ${row}, token ${row - segment.start} of ${titled(segment)}, ${prompt.kinds[row]}`;
   return [head, prompt.recomputed.includes(row) ? "recomputed" : "kept as stored", ...lines].join("\n");
 }
