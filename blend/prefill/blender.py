@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Generic
@@ -17,6 +17,7 @@ from blend.errors import EntryDamagedError, PromptError
 from blend.layout import PromptLayout, Tokens
 from blend.model.passes import Resume, RowRequest, Steps, run_steps
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, Attempt, Prefill
+from blend.prefill.progress import PrefillProgress
 from blend.prefill.resources import (
     NOTHING_MOVED,
     BlenderParts,
@@ -246,6 +247,7 @@ class Blender(BlenderParts[DecoderT_co]):
         new_cache: NewCache | None = None,
         needs_hit: bool = False,
         moved: MovedRows = NOTHING_MOVED,
+        watcher: Callable[[PrefillProgress], None] = lambda _: None,
     ) -> Steps[Blend[DecoderT_co]]:
         """`prefill` for a scheduler that interleaves prompts, in one `Attempt` or several; see `Steps` for how to drive it.
 
@@ -259,6 +261,7 @@ class Blender(BlenderParts[DecoderT_co]):
             new_cache: what the rows are written to; by default a cache of the decoder.
             needs_hit: raise `NothingStoredError` where the store holds none of the chunks, before anything is computed.
             moved: the rows of the layout's `MOVED` places.
+            watcher: gets each attempt when it begins, to ask how far it is.
         """
         layout = self._checked(layout)
         config, watch = config or self.config, watch or Stopwatch(self.decoder.device)
@@ -266,27 +269,17 @@ class Blender(BlenderParts[DecoderT_co]):
         if known is None and layout.shared_prefix_rows and not encoder.has_prefix:
             yield Resume.NEXT_TURN
         make_cache = partial(new_cache or self.decoder.new_cache, layout.rows + room)
-        beginning = self._beginning(layout, encoder, known)
-        prompt = PromptInputs(layout, beginning, make_cache, watch, most_rows, needs_hit, moved)
+        prompt = PromptInputs(
+            layout, self._beginning(layout, encoder, known), make_cache, watch, most_rows, needs_hit, moved
+        )
         attempt = Attempt(config, config.correction)
         while True:
             if prompt.uses_store:
                 yield Resume.BACKGROUND
             try:
                 with Prefill(self, prompt, attempt) as prefill:
-                    yield from prefill.rows_ahead()
-                    for layer in prefill.layers_to_load():
-                        yield Resume.BACKGROUND
-                        prefill.assembly.await_layer(layer)
-                    prefill.ask()
-                    yield prefill.resume
-                    prefill.look()
-                    for request in prefill.question_rows():
-                        prefill.question_logits = yield request
-                    prefill.choose()
-                    for request in prefill.chosen_rows():
-                        prefill.logits = yield request
-                    prefill.finish()
+                    watcher(PrefillProgress(prefill))
+                    yield from _run_attempt(prefill)
             except EntryDamagedError as error:
                 attempt = _on_verified_entries(attempt, error)
                 continue
@@ -363,6 +356,21 @@ class Blender(BlenderParts[DecoderT_co]):
 
         """
         return self.keep(blend.layout, blend.missing)
+
+
+def _run_attempt(prefill: Prefill) -> Steps[None]:
+    """Load, choose and recompute rows, and finish."""
+    yield from prefill.rows_ahead()
+    yield from prefill.layers_to_load()
+    prefill.ask()
+    yield prefill.resume
+    prefill.look()
+    for request in prefill.question_rows():
+        prefill.question_logits = yield request
+    prefill.choose()
+    for request in prefill.chosen_rows():
+        prefill.logits = yield request
+    prefill.finish()
 
 
 def _on_verified_entries(attempt: Attempt, error: EntryDamagedError) -> Attempt:

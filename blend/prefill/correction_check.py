@@ -119,8 +119,14 @@ class CorrectionCheck:
             stored = kv if self._leads is None else self._leads.as_stored(self._sample, kv, layer)
             self._stored[layer] = _StoredRows(self._sample, stored)
 
-    def score(self) -> Tensor:
+    def is_passed_by(self, rows: int) -> bool:
+        """Whether the maps improved those of the first rows that are recomputed so far, or there are none."""
+        return not self._gains or float(self.score(rows)) > 0
+
+    def score(self, until: int | None = None) -> Tensor:
         """From -1 (the maps made everything worse) to 1 (they made it exact); 0 if nothing could be compared.
+
+        until: the first row that is left out.
 
         Keys, values and layers count alike; parts without a map do not count. A map that adds to the first chunk is scored
         separately, and the worse score counts. Single rows are not judged: many gain nothing, and get next to nothing.
@@ -128,7 +134,7 @@ class CorrectionCheck:
         nothing = torch.zeros((), dtype=torch.float64, device=self._decoder.device)
         sums: defaultdict[bool, LayerNorms] = defaultdict(dict)
         for layers in self._alike():
-            self._compare(layers, sums)
+            self._compare(layers, sums, until)
         worst = nothing + math.inf
         for norms in sums.values():
             together = torch.stack([*norms.values()])
@@ -148,7 +154,7 @@ class CorrectionCheck:
         rows = self._stored[layer].rows
         return id(rows), self._decoder.rotations[layer].kind
 
-    def _compare(self, layers: list[int], sums: Mapping[bool, LayerNorms]) -> None:
+    def _compare(self, layers: list[int], sums: Mapping[bool, LayerNorms], until: int | None) -> None:
         """Add these layers' squared norms, `[keys or values, 3]` under whether they are of the first chunk, and the layer."""
         rows = self._stored[layers[0]].rows
         fresh_keys, fresh_values = _together(self._assembly.cache.gather(layers, rows))
@@ -157,6 +163,8 @@ class CorrectionCheck:
         changes = rows_of(fresh_keys - stored_keys, fresh_values - stored_values, rotation, rows)
         change_of = dict(zip(layers, changes, strict=True))
         weight = nearest(self._layout, rows).double()
+        if until is not None:
+            weight = weight * (rows < until)
         for (placement, gain), checked in zip(self._gains, self._checked, strict=True):
             mapped = [layer for layer in layers if layer in checked]
             if not mapped:

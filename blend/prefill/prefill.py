@@ -85,6 +85,8 @@ class Prefill:
         question_logits: behind the question's rows, once they ran.
         logits: for the next token, `[1, vocab]`, once the last rows ran.
         estimate: the expected KL, if a quality was asked for and there is an estimator.
+        check: compares stored and corrected KV with fresh KV.
+        ahead_run, chosen_run: how many rows ran so far: of those of the prefix that run before the others, and of the others.
 
     Raises:
         ConfigError: the selector needs a layer that the decoder lacks, or breaks its contract (`blend.select.base`).
@@ -101,8 +103,8 @@ class Prefill:
     plan: Plan
     assembly: Assembly
     cache: BlendedCache
+    check: CorrectionCheck
     _needs: Needs
-    _check: CorrectionCheck
     # Rows, set with the plan: those of the prefix without known KV, those always computed, and those to choose from.
     _ahead: Run
     _always: Run
@@ -126,6 +128,7 @@ class Prefill:
         self.estimate: Estimate | None = None
         self._question: QueryAttention | None = None
         self._attention: Tensor | None = None
+        self.ahead_run = self.chosen_run = 0
 
     # 1. Open
 
@@ -216,7 +219,7 @@ class Prefill:
         )
         self.cache = self.assembly.cache
         self._needs = needs_of(self.plan.selector, self._depth)
-        self._check = CorrectionCheck(self._decoder, layout, self.assembly, self._last_scored_layer)
+        self.check = CorrectionCheck(self._decoder, layout, self.assembly, self._last_scored_layer)
         self._prepare_rows()
 
     def _prepare_rows(self) -> None:
@@ -255,7 +258,9 @@ class Prefill:
     def rows_ahead(self) -> Iterator[RowRequest]:
         """The rows of the prefix without known KV, if the selector looks at the prompt."""
         with self._watch.stage("recompute"):
-            yield from self._requests(self._ahead)
+            for request in self._requests(self._ahead):
+                yield request
+                self.ahead_run += request.run.rows
             self.cache.mark()  # the question's pass and the recompute both begin here
 
     def ask(self) -> None:
@@ -269,7 +274,7 @@ class Prefill:
         with self._watch.stage("select"):
             if self.plan.whole_chunks:  # the question's rows need the states of all rows before them
                 self._question = QueryAttention(self._decoder, self.cache, layout, score, also=uncached)
-                self._check.keep_leads(self._leads)  # they run with the question
+                self.check.keep_leads(self._leads)  # they run with the question
                 self._restart_states(self._question.rows)
             else:
                 self._question = QueryAttention(self._decoder, self.cache, layout, score, self._on_device(uncached))
@@ -378,7 +383,7 @@ class Prefill:
         rows = self._candidates
         if self._leads.shape[0] and self._question is None:
             rows = torch.cat((rows, self._leads)).sort().values
-        self._check.choose(rows, layer)
+        self.check.choose(rows, layer)
 
     def _evidence(self, step: Step, fresh: KV | None, budget: int) -> Evidence:
         candidates = self._candidates
@@ -399,9 +404,11 @@ class Prefill:
 
     # 3. Load
 
-    def layers_to_load(self) -> Sequence[int]:
-        """Layers to await before a pass that other prompts share: it must neither wait nor fail for this store."""
-        return self.assembly.pending if self.prompt.most_rows is not None else ()
+    def layers_to_load(self) -> Iterator[Resume]:
+        """Await all layers before a pass that other prompts share: it must neither wait nor fail for this store."""
+        for layer in self.assembly.pending if self.prompt.most_rows is not None else ():
+            yield Resume.BACKGROUND
+            self.assembly.await_layer(layer)
 
     # 4. Recompute
 
@@ -422,6 +429,7 @@ class Prefill:
                 self._restart_states(self._rows)
             for request in self._requests(self._rows, whole=bool(narrowings)):
                 yield replace(request, narrowings=narrowings)
+                self.chosen_run += request.run.rows
 
     def _restart_states(self, rows: Run) -> None:
         """If only the last chunk's state counts, start anew behind each stored chunk that a pass over these rows leaves out.
@@ -459,7 +467,7 @@ class Prefill:
         assert self.logits is not None
         with self._watch.stage("first_token"):
             has_logits = self.logits.shape[-1] > 0
-            score = self._check.score()
+            score = self.check.score()
             token = self.logits[0].argmax() if has_logits else torch.full((), -1, device=score.device)
             first_token, fit = self._decoder.agreed(torch.stack((token.double(), score))).tolist()
             return int(first_token), fit >= 0

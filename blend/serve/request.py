@@ -144,6 +144,7 @@ class Request:
         prompt: text or token ids to continue, instead of messages.
         tools: functions that the answer may call; None: it calls none.
         schema: JSON schema of the answer, unless it is a call.
+        id: its name in the log; "" if it is not logged.
         tenant: "" without tenants.
         user: the application's end user, whose learned text is kept apart from others'; "" if it names none.
         session: one of the user's sessions, which may be deleted with its text; "" if it names none.
@@ -176,6 +177,7 @@ class Request:
     prompt: str | tuple[int, ...] | None = None
     tools: Tools | None = None
     schema: Mapping[str, Any] | None = None
+    id: str = ""
     tenant: str = ""
     user: str = ""
     session: str = ""

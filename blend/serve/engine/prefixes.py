@@ -4,6 +4,7 @@ It never mixes two kinds of rows. *Exact* rows equal full prefill. A radix tree 
 RadixAttention, Zheng et al. 2024), and they serve every prompt with the same beginning. *Blended* rows come from a prompt with
 chunks out of the store. They serve only their own conversation: a prompt that begins with all of that prompt and goes on,
 behind as much of its answer as it repeats. Clients write calls of tools anew and leave thoughts out, so that may be none.
+What a prefill that was given up has blended serves a prompt that begins with all of that prompt, too, and so the same one.
 Where rows of an earlier prompt moved, they have read what that prompt said: they serve its author alone.
 
 A model with recurrent layers can go on only where its state was kept: at the end of what `keep` was given.
@@ -191,26 +192,41 @@ class PrefixCache:
         quality: Quality = NOTHING_ASKED,
         estimate: Estimate | None = None,
         origin: RequestOrigin = ANYONE,
+        *,
+        rows: int | None = None,
     ) -> None:
         """Add a blended prompt with its answer: KV of all tokens except the last; the first `exact` rows are exact.
 
-        quality, estimate: see `CachedPrefix`. origin: the prompt's.
+        Args:
+            conversation: the prompt and its answer.
+            cache: holds the rows.
+            exact: how many of the first ones are exact.
+            quality: see `CachedPrefix`.
+            estimate: see `CachedPrefix`.
+            origin: the prompt's.
+            rows: only the first ones of the prompt, because its prefill was given up; there is no answer then.
+
         """
         ids = conversation.ids
-        computed = len(ids)
+        computed = len(ids) if rows is None else rows
         if self._too_large(cache, computed) or cache.states(computed) is None:
             return
-        rows = CachedPrefix(rows_of_prompt(cache, 0, computed), exact, quality, estimate, conversation.author)
+        computed_rows = rows_of_prompt(cache, 0, computed)
+        prefix = CachedPrefix(computed_rows, exact, quality, estimate, conversation.author)
         with self._lock:
             if origin.ended():
                 return
             sessions = frozenset[str]()
             if (older := self._conversations.get(conversation)) is not None:
                 sessions = older.sessions
+                if rows is not None and older.cache.tokens > rows and older.rows.quality.includes(quality):
+                    prefix = older.rows  # two were given up, and this one had less
                 self._drop(older)
+            if (begun := self._conversations.get(conversation._replace(answer=()))) is not None:
+                self._drop(begun)  # its rows are among these
             sessions = _joined_by(sessions, origin.users_session)
             owner = conversation.owner
-            self._add(_Entry(owner, self._conversations, conversation, ids, rows, sessions, origin.holder))
+            self._add(_Entry(owner, self._conversations, conversation, ids[:computed], prefix, sessions, origin.holder))
             self._shrink(origin.holder)
 
     def drop_blended(self, conversation: Conversation) -> None:
@@ -238,7 +254,10 @@ class PrefixCache:
         for key, entry in self._conversations.items():
             length = len(key.prompt)
             is_theirs = key.owner == owner and key.author in ("", author)
-            goes_on = is_theirs and length < len(ids) and ids[:length] == key.prompt
+            least = (
+                min(length, entry.cache.tokens) + 1
+            )  # the last row is computed; the same prompt may ask for a part again
+            goes_on = is_theirs and least <= len(ids) and ids[:length] == key.prompt
             if not goes_on or not entry.rows.quality.includes(quality):
                 continue
             rows = min(entry.cache.tokens, length + common_length(key.answer, ids[length:-1]))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from blend.layout import PromptLayout, Span
     from blend.model.cache import BlendedCache
     from blend.prefill.blender import Blend, Blender
+    from blend.prefill.progress import FinalRows, PrefillProgress
     from blend.serve.engine.background import IOPool
     from blend.serve.engine.histories import FoundEdit, Histories
     from blend.serve.engine.prefixes import CachedPrefix, Conversation, PrefixCache
@@ -55,7 +56,7 @@ class PromptPrefill(Stepper["Blend"]):
 
     Attributes:
         quality: what the prompt asks for.
-        first_rows: KV of the reused rows; None for the blender's own prefix. Not needed once it has ended.
+        first_rows: KV of the reused rows; None for the blender's own prefix.
         most_rows: of pieces from now on.
 
     """
@@ -108,6 +109,7 @@ class PromptPrefill(Stepper["Blend"]):
         self._edit: FoundEdit | None = None
         self._edits: Edits | None = None  # how its text behind the edits is answered for
         self._moved = NOTHING_MOVED
+        self._progress: PrefillProgress | None = None  # of the running attempt
         if self._may_move:
             self._edit = histories.edit(prompt, self._layout)
         if self._edit is not None and prompt.request.edits != "fast":
@@ -187,7 +189,11 @@ class PromptPrefill(Stepper["Blend"]):
             most_rows=lambda: self.most_rows,
             known=self.first_rows,
             moved=NOTHING_MOVED if self._reason else self._moved,
+            watcher=self._watch_attempt,
         )
+
+    def _watch_attempt(self, progress: PrefillProgress) -> None:
+        self._progress = progress
 
     def _fall_back(self, error: StoreError) -> None:
         """Compute everything when the store is unreachable. Raises any other error."""
@@ -208,6 +214,32 @@ class PromptPrefill(Stepper["Blend"]):
             return ONLY_PARTS
         return IN_MEMORY if is_blendable(layout) or self._reused == layout.rows - 1 else ""
 
+    # While it runs
+
+    def let_go(self) -> None:
+        """Once it has ended: free what only the prefill needed."""
+        self.first_rows = None  # they are in the prompt's own cache now
+        self._progress = None
+
+    @property
+    def rows_run(self) -> int:
+        """Rows computed so far."""
+        return self._progress.rows_run if self._progress is not None else 0
+
+    @property
+    def rows_to_run(self) -> int:
+        """All rows to compute, as far as they are chosen."""
+        return self._progress.rows_to_run if self._progress is not None else 0
+
+    def final_rows(self) -> FinalRows | None:
+        """The first rows that nothing will change any more; None if that is not known. Only while it is not `busy`."""
+        if self._progress is None or not self.rows_run:
+            return None
+        final = self._progress.final_rows()
+        if not self._inexact:
+            return final
+        return final._replace(exact=self._reused - self._inexact, estimate=self._larger(final.estimate))
+
     # Once it has ended
 
     @property
@@ -224,8 +256,11 @@ class PromptPrefill(Stepper["Blend"]):
     @property
     def estimate(self) -> Estimate | None:
         """The larger one of the blend's and of the one that came with the reused rows."""
-        estimates = [estimate for estimate in (self.blend.quality, self._estimate) if estimate is not None]
-        return max(estimates, key=lambda estimate: estimate.kl, default=None)
+        return self._larger(self.blend.quality)
+
+    def _larger(self, estimate: Estimate | None) -> Estimate | None:
+        estimates = [known for known in (estimate, self._estimate) if known is not None]
+        return max(estimates, key=lambda known: known.kl, default=None)
 
     def started(self) -> Started:
         """What it has cost, and what of it came from where."""
@@ -267,7 +302,8 @@ class PromptPrefill(Stepper["Blend"]):
 
     @property
     def _rows_moved(self) -> int:
-        return sum(len(place.tokens) for place in self.blend.layout.places if place.origin is PlaceOrigin.MOVED)
+        layout = self._layout if self.result is None else self.blend.layout
+        return sum(len(place.tokens) for place in layout.places if place.origin is PlaceOrigin.MOVED)
 
     @property
     def _computed_anew(self) -> tuple[Span, ...]:

@@ -13,6 +13,7 @@ from blend.model.passes import RowRequest
 from blend.serve.engine.comparison import RowComparison
 from blend.serve.engine.decoding import Decoding
 from blend.serve.engine.prefixes import Conversation
+from blend.serve.engine.progress import ProgressLog
 from blend.serve.engine.prompt_prefill import PromptPrefill
 from blend.serve.engine.savings import LEAST_GAIN
 from blend.serve.events import EndReason, Event, Failed, Finished, OnEvent
@@ -115,6 +116,7 @@ class Sequence:
                 submitted=self._submitted,
                 least_gain=self._least_gain,
             )
+            self._log = ProgressLog(self.request.id, self.prompt.layout.rows)
         self._prefill.most_rows = most_rows
         self.piece = self._prefill.rows()
         self._start_if_prefilled()
@@ -134,7 +136,7 @@ class Sequence:
         prefill = self._begun
         if prefill.busy or prefill.result is None:
             return
-        prefill.first_rows = None  # they are in the prompt's own cache now
+        prefill.let_go()
         self.blend = prefill.blend
         request = self.request
         if not request.cold:
@@ -174,7 +176,9 @@ class Sequence:
     def took(self, logits: torch.Tensor) -> None:
         """Take the logits of its last row, `[1, vocab]`."""
         self.piece = None
-        self._begun.took(logits)
+        prefill = self._begun
+        prefill.took(logits)
+        self._log.update(prefill.rows_run, prefill.rows_to_run)
         self._start_if_prefilled()
 
     def restart(self, error: Exception) -> None:
@@ -189,6 +193,7 @@ class Sequence:
             self.piece = None
             self._begun.failed(error)
         else:
+            self._leave_begun_rows()
             self._close(Failed(error))
 
     # The end
@@ -198,6 +203,8 @@ class Sequence:
         if reason == "cancelled":
             for answer in self.answers:
                 self._leave_rows(answer)
+        if reason != "shutdown":
+            self._leave_begun_rows()
         self._close(Finished(reason))
 
     def _end_answer(self, answer: Decoding, reason: EndReason) -> None:
@@ -230,6 +237,26 @@ class Sequence:
             evidence = prefill.evidence(answer.cache, len(prompt) + len(tokens) - 1)
             self._histories.note(self.prompt.author, conversation, evidence, exact=exact == len(prompt), origin=origin)
             self.comparison = prefill.comparison(conversation, evidence)
+
+    def _leave_begun_rows(self) -> None:
+        """Keep what a prefill that is given up has computed: the same prompt goes on from there."""
+        prefill = self._prefill
+        request = self.request
+        if self.ended or self.blend is not None or prefill is None or prefill.busy or request.cold:
+            return
+        with suppress(Exception):  # only later prompts would gain
+            final = prefill.final_rows()
+            if final is None:
+                return
+            tenant = request.tenant
+            prompt = self.prompt.layout.token_ids
+            exact = final.cache.resumable(final.exact)
+            self._prefixes.keep(tenant, prompt[:exact], final.cache, request.origin)
+            rows = min(final.rows, len(prompt) - 1)
+            if rows > exact and not request.verify:  # else the check leaves exact rows
+                begun = Conversation(tenant, prompt, (), prefill.author)
+                promise = prefill.quality, final.estimate
+                self._prefixes.keep_conversation(begun, final.cache, exact, *promise, request.origin, rows=rows)
 
     def _close(self, event: Event) -> None:
         if self.ended:

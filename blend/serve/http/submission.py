@@ -74,6 +74,7 @@ def _prepared(raw: bytes, kind: type[BodyT], channel: EventChannel, formed: list
         send = partial(joined.send, number)
         request = replace(
             request,
+            id=channel.entry.id,
             session=channel.session(request.session),
             client=channel.client,
             forwarded=channel.forwarded,

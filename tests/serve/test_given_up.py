@@ -1,0 +1,208 @@
+"""A prefill that is given up: the next prompt goes on where it was, and gets the answer of full prefill."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import cache_chunks, make_layout
+from engines import Answer, MakeEngine, alone, ask
+from layouts import marked
+
+from blend.config import BlendConfig
+from blend.layout import PromptLayout
+from blend.model.passes import RowRequest
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.events import Failed, Figures
+
+PIECE = 12
+SMALL_PIECES = {"pass_rows": PIECE + 2, "most_running": 2, "prefix_budget": 1 << 30}
+BUSY = {"priority": 1}
+"""A prompt that keeps to small pieces, though it is alone."""
+IDS = tuple((7 * number * number + 5 * number) % 91 + 3 for number in range(240))
+
+
+def plain(ids: tuple[int, ...]) -> PromptLayout:
+    """A prompt of ordinary text alone."""
+    return marked(PromptLayout.of_chunks(ids[:4], (ids[4:-5],), ids[-5:], (1, 2, 3)), plain={0})
+
+
+class GivenUp(NamedTuple):
+    """A prompt that was given up. rows: how many were computed by then."""
+
+    answer: Answer
+    rows: int
+
+
+def give_up(
+    engine: EmbeddedEngine,
+    layout: PromptLayout,
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: Callable[[threading.Event], None] = threading.Event.set,
+    **more: Any,
+) -> GivenUp:
+    """Ask, and give the prompt up as soon as this many rows were computed. stop: does so, in the pass behind them."""
+    prefill = engine.decoder.prefill
+    cancelled = threading.Event()
+    computed = 0
+
+    def counted(requests: Sequence[RowRequest], **fields: Any) -> torch.Tensor:
+        nonlocal computed
+        if computed >= rows:
+            stop(cancelled)
+        logits = prefill(requests, **fields)
+        computed += sum(request.run.rows for request in requests)
+        if computed >= rows and stop is threading.Event.set:
+            stop(cancelled)
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "prefill", counted)
+        answer = ask(engine, layout, **{**BUSY, **more}, cancelled=cancelled).wait()
+    return GivenUp(answer, computed)
+
+
+def again(engine: EmbeddedEngine, layout: PromptLayout, **more: Any) -> Answer:
+    return ask(engine, layout, **{**BUSY, **more}).wait()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma3n", "deepseek-v3", "qwen3-next", "lfm2"])
+def test_the_same_prompt_goes_on_where_it_was_given_up(name: str, make_engine: MakeEngine, monkeypatch: Any) -> None:
+    layout = plain(IDS)
+    expected = ask(make_engine(name, prefix_budget=0), layout).wait().tokens
+    engine = make_engine(name, **SMALL_PIECES)
+    rows = round(0.6 * layout.rows)
+    first = give_up(engine, layout, rows, monkeypatch)
+    assert first.answer.end_reason == "cancelled"
+    assert not first.answer.outputs
+    second = again(engine, layout)
+    assert rows <= first.rows < rows + PIECE
+    assert second.figures.rows_computed <= layout.rows - first.rows
+    assert second.figures.rows_reused >= first.rows
+    assert second.figures.rows_inexact == 0
+    assert second.tokens == expected
+    longer = plain((*IDS[:100], *IDS[:80]))
+    assert again(engine, longer).figures.rows_reused in (100, 0), "and so does another one that begins alike"
+
+
+def raise_(cancelled: threading.Event) -> None:
+    raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("how", ["deadline", "error"])
+def test_so_it_does_behind_a_deadline_and_an_error(how: str, make_engine: MakeEngine, monkeypatch: Any) -> None:
+    layout = plain(IDS)
+    expected = ask(make_engine(prefix_budget=0), layout).wait().tokens
+    engine = make_engine(**SMALL_PIECES)
+    if how == "error":
+        first = give_up(engine, layout, 100, monkeypatch, raise_)
+        assert isinstance(first.answer.last, Failed)
+    else:
+        now = threading.Event()
+        monkeypatch.setattr("blend.serve.engine.sequence.time.monotonic", lambda: 10.0**9 if now.is_set() else 0.0)
+        first = give_up(engine, layout, 100, monkeypatch, lambda _: now.set(), deadline_s=60.0, arrived=0.0)
+        now.clear()
+        assert first.answer.end_reason == "deadline"
+    second = again(engine, layout)
+    assert second.figures.rows_reused >= 100
+    assert second.tokens == expected
+
+
+def test_given_up_again_and_again_it_ends(make_engine: MakeEngine, monkeypatch: Any) -> None:
+    layout = plain(IDS)
+    expected = ask(make_engine(prefix_budget=0), layout).wait().tokens
+    engine = make_engine(**SMALL_PIECES)
+    computed = 0
+    for _ in range(10):
+        computed += give_up(engine, layout, PIECE, monkeypatch).rows
+        assert engine.prefixes.nbytes <= engine.prefixes.budget
+    last = again(engine, layout)
+    assert computed >= 10 * PIECE
+    assert computed + last.figures.rows_computed <= layout.rows + 10 * PIECE
+    assert last.tokens == expected
+
+
+def test_what_is_left_belongs_to_its_tenant_and_keeps_to_the_budget(make_engine: MakeEngine, monkeypatch: Any) -> None:
+    layout = plain(IDS)
+    engine = make_engine(**SMALL_PIECES)
+    for fields in ({"cold": True}, {"session": "s", "session_ended": ended()}):
+        give_up(engine, layout, 100, monkeypatch, **fields)
+        assert engine.prefixes.nbytes == 0
+    give_up(engine, layout, 100, monkeypatch, tenant="ann")
+    assert again(engine, layout, tenant="bob").figures.rows_reused == 0
+    assert again(engine, layout, tenant="ann").figures.rows_reused >= 100
+    before = engine.prefixes.nbytes
+    give_up(engine, plain(IDS[::-1]), 100, monkeypatch, tenant="ann", session="s", user="u")
+    assert engine.prefixes.nbytes > before
+    engine.prefixes.forget("ann", "u/s")
+    assert engine.prefixes.nbytes == before
+    small = make_engine(**{**SMALL_PIECES, "prefix_budget": engine.prefixes.nbytes // 8})
+    for number in range(6):
+        give_up(small, plain(IDS[number:]), 50, monkeypatch)
+        assert 0 < small.prefixes.nbytes <= small.prefixes.budget
+
+
+def blended(engine: EmbeddedEngine) -> PromptLayout:
+    """A prompt whose chunks are stored, and so large that many rows are chosen."""
+    layout = make_layout(chunks=(60, 50, 70), suffix=9)
+    cache_chunks(engine.blender, layout)
+    return layout
+
+
+def given_up_blended(engine: EmbeddedEngine, layout: PromptLayout, monkeypatch: Any) -> Figures:
+    """Give a blended prompt up near its end; the figures of the same prompt that is not given up."""
+    whole = again(engine, layout, cold=True)
+    assert whole.figures.method == "blend"
+    rows = whole.figures.rows_computed + len(layout.suffix) - 2 * PIECE  # the question runs twice
+    assert give_up(engine, layout, rows, monkeypatch).answer.end_reason == "cancelled"
+    return whole.figures
+
+
+def test_a_blended_prompt_goes_on_where_it_was_given_up(make_engine: MakeEngine, monkeypatch: Any) -> None:
+    engine = make_engine(**SMALL_PIECES)
+    layout = blended(engine)
+    expected = alone(engine.blender, layout)
+    whole = given_up_blended(engine, layout, monkeypatch)
+    before = engine.prefixes.nbytes
+    second = again(engine, layout)
+    assert second.figures.rows_inexact > 0
+    assert second.figures.rows_computed < whole.rows_computed / 2
+    assert second.tokens == expected
+    turn = PromptLayout.of_chunks(layout.prefix, (*layout.chunks, (*layout.suffix, *second.tokens)), (9, 8, 7))
+    assert again(engine, turn).figures.rows_reused == layout.rows + len(second.tokens) - 1
+    row = before // second.figures.rows_reused
+    assert engine.prefixes.nbytes < 2.5 * turn.rows * row, "the rows that were given up are not kept twice"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"tenant": "bob"}, {"config": BlendConfig(ratio=0.3, quality=0.1)}, {"method": "full"}, {"suffix": (5, 4, 3)}],
+)
+def test_blended_rows_serve_no_other_prompt(fields: dict[str, Any], make_engine: MakeEngine, monkeypatch: Any) -> None:
+    engine = make_engine(**SMALL_PIECES)
+    layout = blended(engine)
+    given_up_blended(engine, layout, monkeypatch)
+    suffix = fields.pop("suffix", layout.suffix)
+    other = PromptLayout.of_chunks(layout.prefix, layout.chunks, suffix)
+    figures = again(engine, other, **fields).figures
+    assert figures.rows_inexact == 0
+    assert figures.rows_reused <= layout.chunk_spans[0].stop
+
+
+def test_rows_with_a_correction_that_may_not_fit_are_not_kept(make_engine: MakeEngine, monkeypatch: Any) -> None:
+    engine = make_engine(**SMALL_PIECES)
+    layout = blended(engine)
+    engine.blender.calibrate(layout.prefix, layout.chunks)
+    assert engine.blender.correction(layout.prefix) is not None
+    nothing = torch.tensor(0.0, dtype=torch.float64)
+    monkeypatch.setattr("blend.prefill.correction_check.CorrectionCheck.score", lambda *_: nothing)
+    given_up_blended(engine, layout, monkeypatch)
+    assert again(engine, layout).figures.rows_inexact == 0
+
+
+def ended() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
