@@ -28,7 +28,8 @@ class RequestLimits:
         all_bytes: most bytes of all bodies in memory.
         corpora: most corpora of one tenant.
         answer_tokens, top_k: longest answer, and passages to retrieve, unless the request says otherwise.
-        keep_alive_s: silence of a stream after which it sends a comment.
+        keep_alive_s: silence of a stream after which it sends a ping.
+        event_s: seconds without a part of the answer after which a stream sends an empty one: some clients give up after 300 s.
         any_host: accept any Host header without an API key.
         origins: other sites whose pages may send requests, as browsers write them.
 
@@ -46,5 +47,6 @@ class RequestLimits:
     answer_tokens: int = ANSWER_TOKENS
     top_k: int = CorpusConfig.top_k
     keep_alive_s: float = 10.0
+    event_s: float = 60.0
     any_host: bool = False
     origins: tuple[str, ...] = ()

@@ -48,6 +48,8 @@ class ChatReply(Reply):
         self._answers = body.n  # to each prompt
         self._options = body.stream_options or StreamOptions()
         self._calls = Counter[int]()  # of each answer so far
+        self._begun = set[int]()  # answers with a chunk
+        self._ended = set[int]()
 
     def whole(self, events: Sequence[Event]) -> Json:
         """All answers in one piece."""
@@ -85,11 +87,22 @@ class ChatReply(Reply):
         if isinstance(event, Started):
             for index in range(self._answers):
                 extra = {} if index else {"kvblend": figures_of(event)}
-                yield {**self._chunk(event.answer + index, self._piece("", first=True)), **extra}
+                yield {**self._empty_chunk(event.answer + index), **extra}
         elif isinstance(event, Output):
             yield from self._at_output(event)
         elif isinstance(event, Finished):
             yield from self._at_end(event)
+
+    def empty_chunks(self) -> Iterator[Json]:
+        """The first answer that goes on says nothing. None does while a check is waited for."""
+        going = self._begun - self._ended if self._begun else {0}
+        if going:
+            yield self._empty_chunk(min(going))
+
+    def _empty_chunk(self, index: int) -> Json:
+        chunk = self._chunk(index, self._piece("", first=index not in self._begun))
+        self._begun.add(index)
+        return chunk
 
     def _at_output(self, event: Output) -> Iterator[Json]:
         if event.thoughts and event.text:
@@ -101,6 +114,7 @@ class ChatReply(Reply):
 
     def _at_end(self, event: Finished) -> Iterator[Json]:
         if event.check is None:
+            self._ended.add(event.answer)
             reason = self._reason(event, self._calls[event.answer])
             yield self._chunk(event.answer, {**self._piece(None), "finish_reason": reason})
         else:

@@ -330,12 +330,18 @@ def _of_assistant(turn: TurnBody) -> list[Message]:
         if block.type == "tool_use"
     ]
     thoughts = "".join(block.thinking or "" for block in turn.content)
-    text = "\n".join(block.written.text for block in turn.content if block.type == "text")
+    texts = [block.written.text for block in turn.content if block.type == "text"]
+    text = "\n".join(filter(None, texts))  # a stream may have begun with an empty block
     return [Message("assistant", text, tuple(calls), thoughts=thoughts)]
 
 
 class MessagesReply(Reply):
-    """Replies of /v1/messages: an answer as blocks, which grow by events in a stream."""
+    """Replies of /v1/messages: an answer as blocks, which grow by events in a stream.
+
+    A message that begins before its prompt is computed says what the prompt cost, and what came from where, at its end.
+    """
+
+    ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, body: MessagesBody, model: str) -> None:
         super().__init__()
@@ -350,6 +356,7 @@ class MessagesReply(Reply):
         }
         self._marks = body.cache_marks
         self._block: Json | None = None  # the open one
+        self._begun = self._begun_early = False
 
     def failed(self, failure: ApiError) -> Json:
         """The event that ends a stream early."""
@@ -359,8 +366,9 @@ class MessagesReply(Reply):
         """The chunks for an event of an answer that does not fail."""
         self._count(event)
         if isinstance(event, Started):
-            self._document |= {"kvblend": figures_of(event), "usage": self._usage}
-            yield {"type": "message_start", "message": self._document}
+            self._document["kvblend"] = figures_of(event)
+            if not self._begun:
+                yield self._begin()
         elif isinstance(event, Output):
             if event.text:
                 yield from self._says("thinking" if event.thoughts else "text", event.text)
@@ -370,6 +378,19 @@ class MessagesReply(Reply):
             yield from self._closed()
             yield from self._ends(event)
 
+    def _begin(self) -> Json:
+        self._begun = True
+        self._document["usage"] = self._usage
+        return {"type": "message_start", "message": self._document}
+
+    def empty_chunks(self) -> Iterator[Json]:
+        """The message begins, or its open block says nothing; without one, a text without a word begins."""
+        if not self._begun:
+            self._begun_early = True
+            yield self._begin()
+        else:
+            yield from self._says(self._block["type"] if self._block is not None else "text", "")
+
     def _ends(self, event: Finished) -> Iterator[Json]:
         document = self._document
         if event.check is not None:
@@ -378,7 +399,8 @@ class MessagesReply(Reply):
         reason = "stop_sequence" if event.stop else _STOP_REASONS.get(event.reason, "end_turn")
         ended = {"stop_reason": "tool_use" if called else reason, "stop_sequence": event.stop or None}
         document |= {**ended, "usage": self._usage}
-        yield {"type": "message_delta", "delta": ended, "usage": self._usage}
+        figures = {"kvblend": document["kvblend"]} if self._begun_early else {}
+        yield {"type": "message_delta", "delta": ended, "usage": self._usage, **figures}
         yield {"type": "message_stop"}
 
     def _says(self, kind: str, text: str) -> Iterator[Json]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from blend.text import finite, json_parts, json_text
 BodyT = TypeVar("BodyT", bound=CommonBody)
 _MOST_ENTRIES = 2_000  # that a reply is made of in the event loop: some ms
 _LEAST = -9999.0  # OpenAI's value for a probability of 0; JSON has no infinity
-_KEEP_ALIVE = b": keep-alive\n\n"
+_HEAD_S = 1.0  # in which a failure can still set the status of a stream
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -36,8 +37,8 @@ async def answer(request: HttpRequest, kind: type[BodyT], make_reply: Callable[[
     try:
         reply = make_reply(body, state.require_service().model)
         if body.stream:
-            # The response starts with the first event: before it, a failure can still set the HTTP status.
-            first = await channel.next(state.limits.keep_alive_s)
+            # Before the first event a failure can still set the HTTP status. But clients and proxies wait minutes for a head.
+            first = await channel.next(min(_HEAD_S, state.limits.keep_alive_s))
             if first is not None and (failure := failure_in(first)):
                 raise failure
             return EventStream(request, channel, first, reply)
@@ -64,15 +65,17 @@ def _long_response(reply: Reply, events: Sequence[Event]) -> Response:
 
 
 class EventStream(StreamingResponse):
-    """An answer as server-sent events, from this one on; None means that none came for `keep_alive_s`.
+    """An answer as server-sent events, from this one on; None means that none has come yet.
 
-    The channel watches for a disconnect, also before the stream begins.
+    While nothing else is sent, pings are, so that no client and no proxy takes the connection for dead. Some clients count only
+    events that are part of an answer: now and then they get one that says nothing. The channel watches for a disconnect, also
+    before the stream begins.
     """
 
     def __init__(self, request: HttpRequest, channel: EventChannel, first: Event | None, reply: Reply) -> None:
         super().__init__(self._parts(first), headers=_HEADERS, media_type="text/event-stream")
         self._entry = entry_of(request)
-        self._keep_alive_s = state_of(request).limits.keep_alive_s
+        self._limits = state_of(request).limits
         self._channel = channel
         self._reply = reply
         self._begun = False
@@ -89,23 +92,37 @@ class EventStream(StreamingResponse):
             self._channel.close()
 
     async def _parts(self, event: Event | None) -> AsyncIterator[bytes]:
-        reply = self._reply
+        keep_alive_s = self._limits.keep_alive_s
         going = self._begun = True
+        now = time.monotonic()
+        sent_at = now if event is not None else now - keep_alive_s
+        answered_at = now
         while going:
-            if event is None:
-                yield _KEEP_ALIVE
-            else:
+            parts = list[bytes]()
+            if event is not None:
                 going = not is_last(event)
                 if not going:
                     self._channel.close()  # now, so that its spans are there when the client has the last byte
-                if failure := failure_in(event):
-                    yield self._failed(failure)
-                else:
-                    for chunk in reply.chunks(event):
-                        yield reply.encoded(chunk)
+                parts = self._at(event)
+            now = time.monotonic()
+            if going and not parts and now - answered_at >= self._limits.event_s:
+                parts = [self._reply.encoded(chunk) for chunk in self._reply.empty_chunks()]
+            if parts:
+                answered_at = sent_at = now
+            elif going and now - sent_at >= keep_alive_s:
+                parts = [self._reply.ping]
+                sent_at = now
+            for part in parts:
+                yield part
             if going:
-                event = await self._channel.next(self._keep_alive_s)
-        yield reply.end
+                event = await self._channel.next(max(0.0, sent_at + keep_alive_s - time.monotonic()))
+        yield self._reply.end
+
+    def _at(self, event: Event) -> list[bytes]:
+        """What an event adds to the stream; nothing while a call is being written."""
+        if failure := failure_in(event):
+            return [self._failed(failure)]
+        return [self._reply.encoded(chunk) for chunk in self._reply.chunks(event)]
 
     def _failed(self, failure: ApiError) -> bytes:
         """The last event of a stream that fails."""
@@ -114,9 +131,16 @@ class EventStream(StreamingResponse):
 
 
 class Reply(ABC):
-    """The answers to one request as JSON, whole or in chunks. end: the last bytes of a stream."""
+    """The answers to one request as JSON, whole or in chunks.
+
+    Attributes:
+        end: the last bytes of a stream.
+        ping: what a silent stream sends; clients ignore it.
+
+    """
 
     end = b""
+    ping = b": ping\n\n"
     _document: Json  # an answer that grows; `ChatReply` has several
 
     def __init__(self) -> None:
@@ -133,6 +157,10 @@ class Reply(ABC):
     @abstractmethod
     def chunks(self, event: Event) -> Iterator[Json]:
         """The chunks for an event of an answer that does not fail."""
+
+    @abstractmethod
+    def empty_chunks(self) -> Iterator[Json]:
+        """Chunks that say nothing, but are part of an answer, and begin it if nothing has. Never behind the last event."""
 
     def _count(self, event: Event) -> None:
         if isinstance(event, Started):

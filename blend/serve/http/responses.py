@@ -277,8 +277,8 @@ class ResponsesReply(Reply):
         self._count(event)
         if isinstance(event, Started):
             self._document["kvblend"] = figures_of(event)
-            yield self._event("created", response=self._document)
-            yield self._event("in_progress", response=self._document)
+            if not self._number:
+                yield from self.empty_chunks()
         elif isinstance(event, Output):
             if event.thoughts and event.text:
                 yield from self._thinks(event.text)
@@ -288,6 +288,12 @@ class ResponsesReply(Reply):
                 yield from self._calls(call)
         elif isinstance(event, Finished) and event.last:
             yield from self._ends(event)
+
+    def empty_chunks(self) -> Iterator[Json]:
+        """The response is being made."""
+        if not self._number:
+            yield self._event("created", response=self._document)
+        yield self._event("in_progress", response=self._document)
 
     def _ends(self, event: Finished) -> Iterator[Json]:
         if event.check is not None:
