@@ -228,9 +228,7 @@ class Rag:
     def decoder(self) -> Decoder:
         """The decoder."""
         location = resolve_model(self.model, progress=self._on_fetch)
-        self._on_fetch("load", 0, 1)
-        decoder = Decoder.load(str(location), name=self.model, **self._computing)
-        self._on_fetch("load", 1, 1)
+        decoder = Decoder.load(str(location), name=self.model, **self._computing, progress=self._on_fetch)
         with suppress(StoreError):  # it will be reported when caches are needed
             take_held_dtype(self.store, decoder)
         return decoder

@@ -60,7 +60,7 @@ _FETCHES = {
     "download": StageWords("Downloading weights", "parts"),
     "verify": StageWords("Checking sha256"),
     "convert": StageWords("Converting to safetensors, once"),
-    "load": StageWords("Loading weights"),
+    "load": StageWords("Loading weights", "tensors"),
 }
 
 
@@ -74,9 +74,10 @@ class Stage:
         self._first = done  # what was done before, for example by an interrupted run
         self._begun = self._updated = time.monotonic()
 
-    def update(self, done: int) -> None:
-        """Note that so much is done now."""
+    def update(self, done: int, total: int) -> None:
+        """Note that so much is done now, of so much."""
         self.done = done
+        self.total = total
         self._updated = time.monotonic()
 
     @property
@@ -161,7 +162,7 @@ class StageDisplay:
         if self._stage is None or self._stage.words != words:
             self._begin(Stage(words, done, total))
             return
-        self._stage.update(done)
+        self._stage.update(done, total)
         now = time.monotonic()
         if self._bar is None and words.unit and done and now - self._noted >= LINE_EVERY_S and done != total:
             self._noted = now
@@ -220,7 +221,7 @@ def fetch_progress() -> Progress:
     def show(name: str, done: int, total: int) -> None:
         words = _FETCHES[name]
         display.update(words, done, total)
-        if done == total:
+        if done == total > 0:
             display.end()
         elif not draws_bars() and name != "load":  # the commands say what they load
             part = f", part {done + 1} of {total}" if words.unit else ""

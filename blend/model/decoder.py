@@ -27,10 +27,11 @@ from blend.model.fingerprint import (
     model_fingerprint,
     parameters_digest,
 )
+from blend.model.loading import LoadingProgress
 from blend.model.outline import auto_class
 from blend.model.precision import NumberFormat, check_weights, pick_dtype, quantize_linear, weights_format
 from blend.model.row_decoder import TIMED_ROWS, DrivenDecoder
-from blend.stopwatch import Stopwatch
+from blend.stopwatch import Progress, Stopwatch, no_progress
 from blend.types import CacheIdentity, dtype_name
 from blend.weights import resolve_model
 from blend.weights.catalog import here_or_from_hub
@@ -80,6 +81,7 @@ class Decoder(DrivenDecoder):
         dtype: str = "auto",
         weights: str = "native",
         device_path: DevicePath = "auto",
+        progress: Progress = no_progress,
     ) -> Decoder:
         """Load a model and its tokenizer.
 
@@ -90,6 +92,7 @@ class Decoder(DrivenDecoder):
             dtype: "float32", "bfloat16", "float16", or "auto": bfloat16 on a GPU, the faster of the first two on a CPU.
             weights: "native", or "int8": weights and activations of 8 bits in all linear layers, on a CPU.
             device_path: "auto" uses what a GPU can do, once it has proved itself; "eager" does without.
+            progress: Called with the stage "load", and the tensors of the weights that are loaded so far.
 
         Returns:
             The decoder.
@@ -103,19 +106,20 @@ class Decoder(DrivenDecoder):
         check_weights(weights, place)
         name = name or location
         location = str(resolve_model(location))
-        before = checkpoint_stamps(location)
-        tokenizer, model = _load_files(location, dtype, place)
-        digest = checkpoint_digest(location, unless_changed_since=before)
-        model = model.to(place)
-        if weights == "int8":
-            digest = f"{digest or parameters_digest(model)}, {weights}"
-        elif place.type == "cpu":
-            replace_linear(model, packed)
-        decoder = cls(model, tokenizer, name, weights=digest)
-        if weights == "int8":  # only now: the model is admitted, and rounding would hide how keys and values rotate
-            quantize_linear(model)
-            decoder._watch = WeightsWatch(model)
-        take_fast_ways(decoder, device_path)
+        with LoadingProgress(progress) as loading:
+            before = checkpoint_stamps(location)
+            tokenizer, model = _load_files(location, dtype, place, loading)
+            digest = checkpoint_digest(location, unless_changed_since=before)
+            model = model.to(place)
+            if weights == "int8":
+                digest = f"{digest or parameters_digest(model)}, {weights}"
+            elif place.type == "cpu":
+                replace_linear(model, packed)
+            decoder = cls(model, tokenizer, name, weights=digest)
+            if weights == "int8":  # only now: the model is admitted, and rounding would hide how keys and values rotate
+                quantize_linear(model)
+                decoder._watch = WeightsWatch(model)
+            take_fast_ways(decoder, device_path)
         return decoder
 
     @cached_property
@@ -159,7 +163,7 @@ class Decoder(DrivenDecoder):
         return CacheIdentity(self.fingerprint + operators, self.kept_as, prefix)
 
 
-def _load_files(location: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+def _load_files(location: str, dtype: str, device: torch.device, loading: LoadingProgress) -> tuple[Any, Any]:
     """The tokenizer and the model in these files. Raises `ConfigError`."""
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -170,7 +174,7 @@ def _load_files(location: str, dtype: str, device: torch.device) -> tuple[Any, A
         tokenizer = AutoTokenizer.from_pretrained(location, **where)
         config = AutoConfig.from_pretrained(location, **where)
         chosen = pick_dtype(dtype, device, config)
-        with LOADING:
+        with LOADING, loading.counting():
             return tokenizer, auto_class(config).from_pretrained(location, dtype=chosen, **where)
 
     try:

@@ -134,14 +134,18 @@ def test_a_pipe_gets_a_line_every_ten_seconds(clock, capsys):
     fetching = fetch_progress()
     for done in range(3):
         fetching("download", done, 2)
-    fetching("load", 0, 1)
-    fetching("load", 1, 1)
+    fetching("load", 0, 0)
+    for done in range(1, 25):
+        clock[0] += 1
+        fetching("load", done, 24)
     assert capsys.readouterr().err.splitlines() == [
         "Comparing answers: 10 of 60 questions, 1 questions/s, 50 s left",
         "Comparing answers: 20 of 60 questions, 1 questions/s, 40 s left",
         "Comparing answers: 30 of 60 questions, 1 questions/s, 30 s left",
         "Downloading weights, part 1 of 2 ...",
         "Downloading weights, part 2 of 2 ...",
+        "Loading weights: 10 of 24 tensors, 1 tensors/s, 14 s left",
+        "Loading weights: 20 of 24 tensors, 1 tensors/s, 4 s left",
     ]
 
 
