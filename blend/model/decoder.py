@@ -26,6 +26,7 @@ from blend.model.fingerprint import (
     checkpoint_stamps,
     model_fingerprint,
     parameters_digest,
+    unchanged_checkpoint_digest,
 )
 from blend.model.loading import LoadingProgress
 from blend.model.outline import auto_class
@@ -55,7 +56,8 @@ class Decoder(DrivenDecoder):
         model: A HuggingFace causal language model. It is put in eval mode.
         tokenizer: Its tokenizer. None if prompts are token ids and no text is needed.
         name: Its name in messages.
-        weights: A digest of the weights. By default it is computed from the parameters when first needed.
+        weights: A digest of the weights. By default it is computed when first needed: of the files that the model came
+            from, or of the parameters if they differ from the files.
 
     Raises:
         UnsupportedModelError: The keys cannot be moved to other positions, or the attention cannot be driven.
@@ -144,7 +146,8 @@ class Decoder(DrivenDecoder):
     def fingerprint(self) -> str:
         """Hex digest of the weights and of every configuration entry that the computation depends on."""
         if self._fingerprint is None:
-            self._fingerprint = model_fingerprint(self.config, self._weights or parameters_digest(self.model))
+            weights = self._weights or unchanged_checkpoint_digest(self.model) or parameters_digest(self.model)
+            self._fingerprint = model_fingerprint(self.config, weights)
         return self._fingerprint
 
     def follow_weights(self) -> None:

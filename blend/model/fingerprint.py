@@ -1,12 +1,13 @@
 """Identifies a model's caches: a digest of its configuration and its weights.
 
-For a model loaded from files it is the files' digest, computed once and cached until a file changes. For a model built in
-memory it is the digest of its parameters.
+For a model loaded from files it is the files' digest, computed once and cached until a file changes. For a model that was
+built in memory, or changed since it was loaded, it is the digest of its parameters.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors import safe_open
 
 from blend.files import cache_root, keep_value, read_values
 from blend.weights.catalog import checkpoint_files
@@ -52,6 +54,36 @@ def parameters_digest(model: torch.nn.Module) -> str:
         numbers = dense.detach().contiguous().cpu()
         digest.update(numbers.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def unchanged_checkpoint_digest(model: torch.nn.Module) -> str | None:
+    """Digest of the files that a model was loaded from, if its parameters are still those of the files; else None.
+
+    So a model that somebody else has loaded uses the same caches as one that `Decoder.load` has loaded. Every byte of both is
+    compared, in the model's dtype, up to the first difference.
+    """
+    location = str(getattr(model.config, "_name_or_path", ""))
+    files = _weights(_folder_of(location)) if location else []
+    shards = [file for file in files if file.suffix == ".safetensors"]
+    stamps = tuple(map(_stamp, files))
+    state = model.state_dict()
+    is_plain = all(tensor.layout is torch.strided for tensor in state.values())
+    if not shards or not is_plain or not _holds(shards, state):
+        return None
+    return checkpoint_digest(location, unless_changed_since=stamps)
+
+
+def _holds(shards: Sequence[Path], state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the files hold these tensors and no others; a tensor that is tied to another may be missing."""
+    equal = set[int]()
+    for shard in shards:
+        with safe_open(shard, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                tensor = state.get(name)
+                if tensor is None or not torch.equal(tensors.get_tensor(name).to(tensor.dtype), tensor.cpu()):
+                    return False
+                equal.add(tensor.data_ptr())
+    return all(tensor.data_ptr() in equal for tensor in state.values())
 
 
 class WeightsWatch:

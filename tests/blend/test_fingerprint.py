@@ -184,3 +184,34 @@ def test_a_name_of_the_catalog_is_loaded(folder, monkeypatch):
     loaded = Decoder.load("smollm2-135m", device="cpu")
     assert loaded.name == "smollm2-135m"
     assert loaded.model.config.name_or_path == str(folder)
+
+
+def loaded_by_others(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["one file", "shards"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_that_others_loaded_has_the_caches_of_the_files_until_it_differs_from_them(tmp_path, options, tied):
+    build(CORE["llama"], tie_word_embeddings=tied).save_pretrained(tmp_path / "model", **options)
+    tokenizer().save_pretrained(tmp_path / "model")
+    model = loaded_by_others(tmp_path / "model")
+    of_files = load(tmp_path / "model").fingerprint
+    decoder = Decoder(model, tokenizer())
+    assert decoder.fingerprint == of_files
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    decoder.follow_weights()
+    assert decoder.fingerprint != of_files
+    assert Decoder(model, tokenizer()).fingerprint == decoder.fingerprint
+
+
+def test_files_that_changed_or_have_gone_are_not_taken_for_the_model(tmp_path):
+    folder = saved(tmp_path / "model")
+    model = loaded_by_others(folder)
+    of_files = load(folder).fingerprint
+    saved(folder, seed=1)
+    of_parameters = Decoder(model, tokenizer()).fingerprint
+    assert of_parameters not in (of_files, load(folder).fingerprint)
+    shutil.rmtree(folder)
+    assert Decoder(model, tokenizer()).fingerprint == of_parameters
