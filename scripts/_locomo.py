@@ -12,6 +12,7 @@ is given: the same command goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -98,7 +99,8 @@ def measure(options: argparse.Namespace, results: Results) -> None:
     if options.data is None:
         raise ConfigError("name LoCoMo's conversations: --data locomo10.json, from github.com/snap-research/locomo")
     conversations = read_conversations(options.data)
-    results.begin(options, FREE)
+    digest = hashlib.sha256(repr(conversations).encode()).hexdigest()
+    results.begin(argparse.Namespace(**vars(options), digest=digest), FREE)
     asked = list(questions_in_turns(conversations, options))
     missing = [each for each in asked if results.find("rows", {**each.key, "method": METHODS[-1].name}) is None]
     if not missing:
