@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from blend.errors import ConfigError, EntryDamagedError, StoreChangedError, StoreError, StoreUnreachableError
 from blend.files import make_private_folder, write_atomically
-from blend.store.addresses import root_of
+from blend.store.addresses import root_of, store_name
 from blend.store.admin import Sources, read_sources
 from blend.store.backend import INDEXES
 from blend.text import check_corpus_name, is_corpus_name
-from blend_retrieval.errors import ChunkIndexError
+from blend_retrieval.errors import ChunkIndexError, RetrievalError
 from blend_retrieval.generations import forget_index, generation_files, install_generation, is_begun, write_lock
 
 if TYPE_CHECKING:
@@ -62,7 +62,22 @@ def require_corpus(root: Path, name: str) -> None:
     names = corpora(root)
     if names and name not in names:
         missing = f"no corpus {name!r}" if name else "no corpus without a name"
-        raise ConfigError(f"the store {root} has {missing}; there are: {', '.join(map(in_words, names))}")
+        raise ConfigError(f"the store {store_name(root)} has {missing}; there are: {', '.join(map(in_words, names))}")
+
+
+@contextmanager
+def indexes_named(root: Path) -> Iterator[None]:
+    """Errors of indexes in the store `root` name the store as its user does."""
+    try:
+        yield
+    except RetrievalError as error:
+        error.args = (name_store(str(error), root),)
+        raise
+
+
+def name_store(words: str, root: Path) -> str:
+    """A message with the store `root` as its user names it."""
+    return words.replace(str(root), store_name(root))
 
 
 def in_words(name: str) -> str:

@@ -20,7 +20,7 @@ from blend.chunks.library import ChunkLibrary
 from blend.chunks.probe import leave_probe
 from blend.chunks.surrogate import with_given_surrogate, with_surrogate, without_surrogate
 from blend.config import WHOLE, CorpusConfig, Share
-from blend.corpora import Sharing
+from blend.corpora import Sharing, indexes_named, name_store
 from blend.errors import StoreChangedError
 from blend.layout import Tokens
 from blend.prompt_template import PromptTemplate, render_chunk
@@ -175,7 +175,8 @@ def plan_change(
         RetrievalError: some are to stay and the index cannot be read.
     """
     began = corpus.sharing.begun_with(corpus.config.name)
-    before = _indexed_chunks(corpus.index_dir, required=stays is not None)
+    with indexes_named(corpus.index_dir):
+        before = _indexed_chunks(corpus.index_dir, required=stays is not None)
     conditions = [condition for condition in (stays, unread) if condition is not None]
     absent = {chunk.document_id for chunk in before} - documents.ids
     staying = {document for document in absent if any(condition(document) for condition in conditions)}
@@ -215,9 +216,11 @@ def prepare(
 
 def _write_index(change: CorpusChange, progress: Progress) -> IndexUpdate:
     corpus = change.corpus
-    update = update_index(corpus.index_dir, change.chunks, corpus.embedder(), progress, change.vectors)
+    embedder = corpus.embedder()
+    with indexes_named(corpus.index_dir):
+        update = update_index(corpus.index_dir, change.chunks, embedder, progress, change.vectors)
     corpus.sharing.publish(corpus.config.name, change.began)
-    return update
+    return update._replace(reason=name_store(update.reason, corpus.index_dir))
 
 
 def _decide(change: CorpusChange, *, quick: bool) -> ChunkLibrary:

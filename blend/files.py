@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from blend_retrieval.generations import make_private_folder as make_private_folder
+from blend_retrieval.installation import install_command as install_command
 
 STALE_AFTER_S = 3600.0
 _Value = TypeVar("_Value")

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate, chain
-from operator import attrgetter, eq
-from typing import TYPE_CHECKING, NamedTuple
+from operator import attrgetter, eq, index
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from blend.errors import PromptError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -56,6 +58,34 @@ def is_composable(first: int, rows: int, whole: int) -> bool:
 
 
 Tokens = tuple[int, ...]
+TokenIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor"
+"""Token ids as tokenizers return them."""
+
+
+def token_ids_of(ids: TokenIds, name: str) -> Tokens:
+    """Token ids as a tuple of Python's own numbers. name: what they are, for an error.
+
+    Raises `PromptError` for anything else, such as text, or a batch with one row.
+    """
+    if isinstance(ids, tuple) and set(map(type, ids)) <= {int}:
+        tokens: Tokens = ids
+    elif isinstance(ids, (str, bytes)):
+        raise PromptError(f"{name} is text: tokenize it first, tokenizer(text, add_special_tokens=False).input_ids")
+    else:
+        tokens = _indices(ids.tolist() if hasattr(ids, "tolist") else ids, name)
+    if min(tokens, default=0) < 0:
+        raise PromptError(f"{name} holds a number below 0, which is no token id")
+    return tokens
+
+
+def _indices(numbers: Any, name: str) -> Tokens:
+    try:
+        ids = list(numbers)
+        if bool in map(type, ids):
+            raise TypeError
+        return tuple(map(index, ids))
+    except TypeError:
+        raise PromptError(f"{name} is no list of token ids, such as [5, 6, 7]; of a batch, take one row") from None
 
 
 class PlaceOrigin(Enum):
@@ -151,14 +181,19 @@ class PromptLayout:
 
     @classmethod
     def of_chunks(
-        cls,
-        prefix: tuple[int, ...],
-        chunks: Iterable[tuple[int, ...]],
-        suffix: tuple[int, ...],
-        canonical_prefix: tuple[int, ...] | None = None,
+        cls, prefix: TokenIds, chunks: Iterable[TokenIds], suffix: TokenIds, canonical_prefix: TokenIds | None = None
     ) -> PromptLayout:
-        """A prompt whose places are whole chunks of a corpus."""
-        return cls(prefix, tuple(map(Place, chunks)), suffix, canonical_prefix)
+        """A prompt whose places are whole chunks of a corpus.
+
+        Token ids come as tokenizers return them: lists, tuples, and numpy arrays or torch tensors `[tokens]`. Raises
+        `PromptError` for text that was not tokenised, for batches, and for numbers that are no token ids.
+
+        >>> PromptLayout.of_chunks([1, 2], [[5, 6], [7]], [3]).token_ids
+        (1, 2, 5, 6, 7, 3)
+        """
+        canonical = None if canonical_prefix is None else token_ids_of(canonical_prefix, "canonical_prefix")
+        places = [Place(token_ids_of(chunk, f"chunk {number}")) for number, chunk in enumerate(chunks)]
+        return cls(token_ids_of(prefix, "prefix"), tuple(places), token_ids_of(suffix, "suffix"), canonical)
 
     @cached_property
     def chunks(self) -> tuple[tuple[int, ...], ...]:

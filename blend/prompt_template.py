@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from blend.config import PromptConfig
 from blend.errors import PromptError
-from blend.layout import PromptLayout
+from blend.layout import Place, PromptLayout, TokenIds, token_ids_of
 
 _BLANKS = " \t\r\n\N{LOWER ONE EIGHTH BLOCK}"  # the last is how sentencepiece writes a space
 _SUBSTITUTE = "\N{REPLACEMENT CHARACTER}"
@@ -230,19 +230,24 @@ class PromptTemplate:
             PromptError: the question is empty.
 
         """
-        return self.layout_of_ids(question, list(map(self.chunk_ids, chunks)))
+        return self._around(question, tuple([Place(self.chunk_ids(chunk)) for chunk in chunks]))
 
-    def layout_of_ids(self, question: str, chunks: Sequence[tuple[int, ...]]) -> PromptLayout:
-        """`layout` for chunks that are token ids already."""
+    def layout_of_ids(self, question: str, chunks: Sequence[TokenIds]) -> PromptLayout:
+        """`layout` for chunks that are token ids already, in any form that `PromptLayout.of_chunks` takes."""
+        places = [Place(token_ids_of(chunk, f"chunk {number}")) for number, chunk in enumerate(chunks)]
+        return self._around(question, tuple(places))
+
+    def _around(self, question: str, places: tuple[Place, ...]) -> PromptLayout:
+        """The prompt with these places."""
         if not question.strip():
             raise PromptError("the question is empty")
         text = self.config.question.replace("{question}", question.strip())
         around = self._around_chunks() if self._is_dated else self._undated
         suffix = tuple(self._text.join([*self._text.pieces(text), around.after]))
         if not self._is_dated:
-            return PromptLayout.of_chunks(self.prefix, chunks, suffix)
+            return PromptLayout(self.prefix, places, suffix)
         today = tuple(self._text.join(around.before))
-        return PromptLayout.of_chunks(today, chunks, suffix, self.prefix)
+        return PromptLayout(today, places, suffix, self.prefix)
 
     def chunk_ids(self, chunk: TextChunk) -> tuple[int, ...]:
         """Token ids of a chunk, the same in every prompt."""

@@ -24,7 +24,7 @@ from blend.config import (
     PromptConfig,
     Share,
 )
-from blend.corpora import Sharing, corpora, index_dir, require_corpus
+from blend.corpora import Sharing, corpora, index_dir, indexes_named, require_corpus
 from blend.corpus import Compute, Corpus, Precomputed, compute_here, precompute
 from blend.errors import ConfigError, PromptError, StoreError
 from blend.layout import PromptLayout
@@ -275,7 +275,8 @@ class Rag:
         """
         self._sharing.refresh()
         try:
-            return self._index.get()
+            with indexes_named(self.root):
+                return self._index.get()
         except IndexMissingError:
             require_corpus(self.root, self.corpus_config.name)
             raise
@@ -340,7 +341,8 @@ class Rag:
         store.backend.require_lasting()
         self.refresh()
         corpus = self.corpus()
-        result = precompute(corpus, loaded, add=add, quick=quick, share=share, compute=compute, progress=progress)
+        with indexes_named(self.root):
+            result = precompute(corpus, loaded, add=add, quick=quick, share=share, compute=compute, progress=progress)
         self._sharing.require_published(self.corpus_config.name)
         if not quick and not result.shares_left:
             self.calibrate(anew=result.computed > result.reused, progress=progress)

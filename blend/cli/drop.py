@@ -13,6 +13,7 @@ from blend.cli import opening, options
 from blend.cli.console import make_sure, print_json, say
 from blend.corpora import corpora, in_words, require_corpus
 from blend.errors import ConfigError, StoreError
+from blend.store.addresses import store_name
 from blend.text import counted
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def command(yes: bool, as_json: bool, **values: Any) -> None:
     name = values["name"] or ""
     require_corpus(values["store"], name)
     if not corpora(values["store"]):
-        raise ConfigError(f"the store {values['store']} has no corpus, so there is nothing to delete")
+        raise ConfigError(f"the store {store_name(values['store'])} has no corpus, so there is nothing to delete")
     make_sure(f"the corpus ({in_words(name)})", sure=yes)
     dropped = drop_corpus(opening.open_rag(values))
     if as_json:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from blend.cli.console import note, warnings_as_notes
 from blend.cli.progress import fetch_progress
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
-from blend.corpora import Sharing, corpora, index_dir, require_corpus
+from blend.corpora import Sharing, corpora, index_dir, indexes_named, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
 from blend.store import open_store, read_precomputed, read_store_key
-from blend.store.addresses import root_of
+from blend.store.addresses import root_of, store_name
 from blend.store.admin import note_of
 from blend.store.backend import SOURCES
 from blend.types import CacheKind
@@ -65,7 +65,8 @@ def check(options: dict[str, Any], *, needs_corpus: bool = False) -> None:
     if needs_corpus:
         require_corpus(store, options["name"] or "")
         if not corpora(store):
-            ChunkIndex.load(index_dir(store, ""))  # raises `IndexMissingError`
+            with indexes_named(store):
+                ChunkIndex.load(index_dir(store, ""))  # raises `IndexMissingError`
 
 
 def fetch_indexes(store: Path, key_file: Path | None) -> None:
@@ -154,12 +155,16 @@ def model_of(options: dict[str, Any]) -> str:
             described = read_precomputed(store / "kv", (options["name"] or "") if "name" in options else None)
     names = sorted({words["model"] for words in described if "model" in words})
     if len(names) > 1:
-        raise ConfigError(f"the caches of {store} were made with {', '.join(names)}: name one of these with --model")
+        raise ConfigError(
+            f"the caches of {store_name(store)} were made with {', '.join(names)}: name one of these with --model"
+        )
     if not names:
         return DEFAULT_MODEL
     if Path(names[0]).is_absolute() and not Path(names[0]).is_dir():
-        raise ConfigError(f"{store} was made with {names[0]}, which is not here: say where it lies with --model")
-    note(f"Taking {names[0]}, which made the caches of {store}; --model names another")
+        raise ConfigError(
+            f"{store_name(store)} was made with {names[0]}, which is not here: say where it lies with --model"
+        )
+    note(f"Taking {names[0]}, which made the caches of {store_name(store)}; --model names another")
     return names[0]
 
 
@@ -175,8 +180,8 @@ def note_caveats(rag: Rag) -> None:
         if kinds and (rag.model, decoder.kept_as) not in kinds:
             made_with = ", ".join(f"{model} in {dtype}" for model, dtype in sorted(kinds))
             note(
-                f"{rag.root} was made with {made_with}: caches of {rag.model} in {decoder.kept_as} are computed anew where "
-                "needed; --model and --dtype name others"
+                f"{store_name(rag.root)} was made with {made_with}: caches of {rag.model} in {decoder.kept_as} are computed "
+                "anew where needed; --model and --dtype name others"
             )
         elif line := misfit(rag):
             note(line)
@@ -210,8 +215,8 @@ def misfit(rag: Rag) -> str:
     else:
         reason = weights
     return (
-        f"no cache of {rag.root} fits, they are of {reason}; chunks are computed where needed, `blend precompute` with the "
-        "corpus's documents computes all"
+        f"no cache of {store_name(rag.root)} fits, they are of {reason}; chunks are computed where needed, "
+        "`blend precompute` with the corpus's documents computes all"
     )
 
 

@@ -19,6 +19,7 @@ from blend.cli.progress import reading, stage_progress
 from blend.cli.questions import AUTO, made_questions, read_questions
 from blend.config import WHOLE, Share
 from blend.errors import ConfigError
+from blend.store.addresses import store_name
 from blend.text import counted
 from blend_retrieval.document import summarized
 from blend_retrieval.readers import TEXT_FIELD
@@ -236,7 +237,7 @@ def _summary(result: Precomputed, store: Path, stats: StoreStats) -> str:
         f"{counted(result.documents, 'document')}, {counted(result.chunks, 'chunk')} "
         f"({result.added:,} new, {result.removed:,} gone); "
         f"{counted(result.computed, 'cache')} computed{rate}, {result.reused:,} already stored. "
-        f"{store}: {stats.nbytes / 1e6:,.0f} MB."
+        f"{store_name(store)}: {stats.nbytes / 1e6:,.0f} MB."
     )
 
 

@@ -18,7 +18,7 @@ from blend.cli.progress import counting
 from blend.corpora import complete_sources, corpora, in_words
 from blend.errors import ConfigError, EntryDamagedError, StoreError
 from blend.store import ChunkReader, open_store
-from blend.store.addresses import root_of
+from blend.store.addresses import root_of, store_name
 from blend.store.admin import read_sources, remove_copies, verify_entry
 from blend.store.backend import CACHES, cache_name, in_batches, key_of, pin_cache, pinned
 from blend.types import ChunkKey
@@ -77,7 +77,7 @@ def command(ctx: click.Context, store: Path, store_key: Path | None, as_json: bo
         whole = {"entries": stats.entries, "bytes": stats.nbytes, "corpora": names, "namespaces": namespaces}
         print_json({**whole, "artifacts": artifacts})
         return
-    say(f"{store}: {stats.entries:,} chunk caches, {_size(stats.nbytes)}")
+    say(f"{store_name(store)}: {stats.entries:,} chunk caches, {_size(stats.nbytes)}")
     if any(names):
         say(f"  corpora: {', '.join(map(in_words, names))}")
     for name, words in zip(described, namespaces, strict=True):
@@ -161,7 +161,7 @@ def verify(store: Path, store_key: Path | None, delete: bool) -> None:
 def clear(store: Path, store_key: Path | None, yes: bool) -> None:
     """Remove every chunk cache but pinned ones from every tier; the index stays, caches are computed again on use."""
     caches = _open_caches(store, store_key)
-    make_sure(f"the chunk caches of {store}", sure=yes)
+    make_sure(f"the chunk caches of {store_name(store)}", sure=yes)
     removed = sum(caches.prune((), namespace) for namespace in caches.namespaces())
     remove_copies(caches.backend)
     say(f"{removed:,} caches removed")

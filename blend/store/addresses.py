@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 from blend.errors import ConfigError, StoreError, first_line
-from blend.files import cache_root, make_private_folder, write_atomically
+from blend.files import cache_root, install_command, make_private_folder, write_atomically
 from blend.store.backend import Backend
 from blend.store.breaker import Timeouts
-from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
     from blend.store.files import MountedFiles
@@ -236,6 +235,23 @@ def root_of(path: Path) -> Path | None:
         if (folder / FILE).is_file():
             return folder
     return None
+
+
+def store_name(place: Path) -> str:
+    """A store, or a folder in it, for a message: as its user names it, which is by its address if it lies elsewhere.
+
+    Messages about this machine's copy alone name the path.
+    """
+    for folder in (place, *place.parents):
+        if (folder / FILE).is_file():
+            break
+    else:
+        return str(place)
+    try:
+        origin = _read(folder / FILE)
+    except (StoreError, ConfigError):
+        origin = None  # opening the store says so
+    return str(place) if origin is None else shown(inside(origin.address, *place.relative_to(folder).parts))
 
 
 def origin_of(kv: Path) -> Origin | None:

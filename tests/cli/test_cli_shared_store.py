@@ -1,13 +1,15 @@
 """`--store` with an address, and what `blend store` shows and does over every tier."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from blend_process import ANSWER, CHUNKS, Blend, caches, one_line
 
 from tests.store.reading import flip
-from tests.store.servers import given_bucket
+from tests.store.servers import given_bucket, redis_address
 
 
 @pytest.fixture
@@ -76,3 +78,25 @@ def test_a_server_that_is_not_there_is_one_line(blend, tmp_path):
     away = blend.shared("redis://127.0.0.1:1/0", tmp_path / "near")
     assert "see that it is up" in away.done("store", "stats").out
     assert "see that it is up" in away(*ANSWER).refused(7)
+
+
+@pytest.mark.parametrize("server", ["mounted", "redis"])
+def test_messages_name_the_address_and_not_the_local_copy(blend, documents, tmp_path, server):
+    address = f"{redis_address(9)}/{tmp_path.name}" if server == "redis" else f"file://{tmp_path / 'mounted'}"
+    copy = tmp_path / "copy"
+    machine = blend.shared(address, copy)
+    outputs = {
+        "nothing there": machine(*ANSWER),
+        "precompute": machine.done("precompute", documents / "quarry.md", *CHUNKS),
+        "model taken": replace(machine, model="").answer(),
+        "stats": machine.done("store", "stats"),
+        "no such corpus": machine(*ANSWER, "--corpus", "nowhere"),
+        "another embedder": machine(*ANSWER, "--embedder", "words"),
+    }
+    next((copy / "index").glob("chunks-*")).write_bytes(b"damaged")
+    outputs["damaged"] = machine(*ANSWER)
+    shown = {name: re.sub(r"\s+", "", output.out + output.err) for name, output in outputs.items()}
+    lists_tiers, names_no_store = "stats", "another embedder"
+    assert [name for name, text in shown.items() if str(copy) in text] == [lists_tiers]
+    named = {name for name, text in shown.items() if address in text}
+    assert named >= shown.keys() - {lists_tiers, names_no_store}

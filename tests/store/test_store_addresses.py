@@ -8,7 +8,7 @@ from reading import key
 
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.store import open_store
-from blend.store.addresses import FILE, inside, is_address, origin_of, replica_of, shown
+from blend.store.addresses import FILE, inside, is_address, origin_of, replica_of, shown, store_name
 
 
 @pytest.mark.parametrize(
@@ -85,3 +85,11 @@ def test_a_servers_store_has_no_budget_of_its_own():
 def test_a_directory_that_looks_like_an_address_takes_its_whole_path(tmp_path):
     assert not is_address(tmp_path / "s3:" / "x")
     open_store(tmp_path / "s3:" / "x")
+
+
+def test_a_store_is_named_by_its_address_and_a_folder_by_its_path(tmp_path):
+    replica = replica_of("redis://me:secret@host:1/0/name", tmp_path / "copy", None)
+    assert store_name(replica) == "redis://host:1/0/name"
+    deep = replica / "tenants" / "acme" / "corpora" / "handbook" / "index"
+    assert store_name(deep) == "redis://host:1/0/name/tenants/acme/corpora/handbook/index"
+    assert store_name(tmp_path / "plain" / "index") == str(tmp_path / "plain" / "index")
