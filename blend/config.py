@@ -46,6 +46,8 @@ class BlendConfig:
         states: what recurrent layers carry over a stored chunk that is not computed: "composed" (its operator on the state
             before it), "last-chunk" (the state behind the prefix and this chunk alone), or "verified" (the one that
             `blend verify` found best, at first "composed").
+        reproducible: whether answers depend on the prompt and the store's corpora alone, and not on what was asked before. Then
+            nothing that a prompt computed is kept.
 
     Raises:
         ConfigError: a value is outside its range (`blend.ranges`).
@@ -60,6 +62,7 @@ class BlendConfig:
     quality: float | None = None
     flips: float | None = None
     states: StateMode = "verified"
+    reproducible: bool = False
 
     def __post_init__(self) -> None:
         make_selector(self.selector)

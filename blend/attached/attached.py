@@ -90,7 +90,7 @@ def attach(
         model: a HuggingFace causal language model. It is as before when the attachment ends.
         tokenizer: its tokenizer; by default it is loaded from where the model came from.
         store: the folder of a store, as `blend precompute --store` makes it. None: in memory, until the attachment ends.
-        config: how rows are chosen.
+        config: how rows are chosen. With `reproducible`, nothing is learned from prompts.
         learn_budget: bytes of caches of text that prompts brought; 0 learns nothing.
 
     Returns:
@@ -269,7 +269,7 @@ class Attached:
         except (StoreError, PromptError) as error:
             self.last = Attachment(rows, 0, rows, seconds=perf_counter() - begin, reason=str(error))
             return {}
-        for layout in layouts.values():
+        for layout in () if self._blender.config.reproducible else layouts.values():
             self._seen.add(place.tokens for place in layout.places if place.origin is PlaceOrigin.NEW)
         stored = [
             len(place.tokens)

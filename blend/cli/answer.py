@@ -34,6 +34,7 @@ LONGEST_QUESTION = 1_000_000  # characters
 @options.common
 @options.retrieval
 @options.blending
+@options.reproducible
 def command(question: str, max_new_tokens: int, compare: bool, quiet: bool, as_json: bool, **values: Any) -> None:
     """Answer QUESTION over the precomputed documents. A QUESTION of - is read from standard input.
 

@@ -306,6 +306,11 @@ _promising = _together(
         "--surrogate/--no-surrogate",
     ),
 )
+reproducible = click.option(
+    "--reproducible",
+    is_flag=True,
+    help="The same prompt gives the same answer, whatever was asked before: nothing that a prompt computed is kept.",
+)
 _SELECTOR_WORDS = "Who chooses the rows to recompute; see `blend selectors`."
 _RATIO_WORDS = "Share of context rows to recompute."
 blending = _together(

@@ -68,6 +68,7 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
 @click.option("-q", "--quiet", is_flag=True, help="Log what fails, not every request.")
 @options.all_corpora
 @options.blending
+@options.reproducible
 def command(**values: Any) -> None:
     """Answer many at once over HTTP, in the protocol of OpenAI's clients.
 

@@ -125,7 +125,7 @@ def _settings(rag: Rag) -> str:
     names = [library.encoder(kind).identity.correction_name for kind in CacheKind]
     artifacts = [rag.blender.store.read_artifact(name) or b"" for name in names]
     corrections = [sha256(artifact).hexdigest() for artifact in artifacts]
-    config = replace(rag.blend_config, quality=None, flips=None)
+    config = replace(rag.blend_config, quality=None, flips=None, reproducible=False)
     return " ".join([__version__, identity.quality_name, str(config.plain()), *corrections])
 
 

@@ -349,13 +349,13 @@ class Blender(BlenderParts[DecoderT_co]):
         """Compute and store the caches that `blend` missed, so that the next prompt finds them.
 
         Returns:
-            How many chunks they are of.
+            How many chunks they are of; 0 with `BlendConfig.reproducible`, which stores none.
 
         Raises:
             StoreError: the store cannot be written.
 
         """
-        return self.keep(blend.layout, blend.missing)
+        return 0 if self.config.reproducible else self.keep(blend.layout, blend.missing)
 
 
 def _run_attempt(prefill: Prefill) -> Steps[None]:

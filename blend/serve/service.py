@@ -83,7 +83,7 @@ class Service:
         self.context_length = rag.decoder.context_length
         self.created = int(time.time())
         self._rag = rag
-        self._learn_budget = learn_budget
+        self._learn_budget = learn_budget = 0 if rag.blend_config.reproducible else learn_budget
         self._tenants = {"": TenantState(rag, learn_budget)}
         template = getattr(rag.decoder.tokenizer, "chat_template", None)
         self._form = format_of(template)

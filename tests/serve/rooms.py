@@ -19,12 +19,20 @@ QUESTION = "How many gates does the harbour have?"
 FEW = Sampling(max_tokens=8)
 
 
-def make_rag(store: Path, model: Path, instructions: str = "Answer from these.", min_score: float = 0.0) -> Rag:
+def make_rag(
+    store: Path,
+    model: Path,
+    instructions: str = "Answer from these.",
+    min_score: float = 0.0,
+    *,
+    reproducible: bool = False,
+) -> Rag:
     corpus = CorpusConfig(chunk_tokens=96, top_k=4, surrogate_tokens=64, codec="native", min_score=min_score)
     # The tiny tokenizer makes so many tokens of a word that the usual instruction would be learned as a passage. A client that
     # sends the system message asks as `blend answer` does.
     prompt = PromptConfig(instruction="Answer from these.\n\n", question="{question}", chat_instructions=instructions)
-    return Rag(store, model=str(model), device="cpu", blend=BlendConfig(ratio=0.2), prompt=prompt, corpus=corpus)
+    blend = BlendConfig(ratio=0.2, reproducible=reproducible)
+    return Rag(store, model=str(model), device="cpu", blend=blend, prompt=prompt, corpus=corpus)
 
 
 @contextmanager
@@ -41,13 +49,14 @@ def serving(
     corrects_learned: bool = False,
     least_gain: int = -(10**6),
     unnamed: str = "",
+    reproducible: bool = False,
     **options: int,
 ) -> Iterator[Service]:
     """A service over a store.
 
     corrects_learned: whether KV corrections of learned text are fitted in idle time, which changes answers.
     """
-    rag = make_rag(store, model, instructions, min_score)
+    rag = make_rag(store, model, instructions, min_score, reproducible=reproducible)
     service: Service | None = None
 
     def blender_of(tenant: str, corpus: str):  # type: ignore[no-untyped-def]

@@ -63,7 +63,9 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
     stored_rows = sum(len(place.tokens) for place in stored)
     stored_rows += sum(len(place.tokens) for place in layout.places if place.origin is PlaceOrigin.MOVED)
     decoder = blender.decoder
-    cost = least_gain + decoder.pass_rows + _question_rows(blender, layout, config) + decoder.operator_rows * len(keys)
+    # What was timed differs from one start to the next.
+    timed = 0.0 if config.reproducible else decoder.pass_rows + decoder.operator_rows * len(keys)
+    cost = least_gain + timed + _question_rows(blender, layout, config)
     if stored_rows * (1 - config.ratio) > cost:
         return ""
     rows = sum(len(place.tokens) for place in layout.places if place.origin is not PlaceOrigin.TEXT)

@@ -57,6 +57,9 @@ TRIM_S = 60.0
 class EmbeddedEngine:
     """Answers prompts over a blender's decoder and store, many at once. Threads may share it.
 
+    With `BlendConfig.reproducible`, prompts leave nothing to later ones, and each pass computes one answer's row or
+    one prompt's piece: the same rows together with others have other last bits, from which other answers may follow.
+
     Args:
         blender: blended prefill; its decoder answers.
         blender_of: the blender of a tenant's corpus, on the same decoder; default: `blender` for all.
@@ -85,6 +88,9 @@ class EmbeddedEngine:
     ) -> None:
         self.blender = blender
         self.decoder = blender.decoder
+        self._reproducible = blender.config.reproducible
+        if self._reproducible:
+            self.decoder.graphs = None  # they are captured while it runs, and may round otherwise
         self._least_gain = least_gain
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
         self._most_running = most_running
@@ -93,7 +99,7 @@ class EmbeddedEngine:
         self._piece_rows = max(1, pass_rows - most_running)
         self._kv_budget = kv_budget
         self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
-        self.prefixes = PrefixCache(prefix_budget)
+        self.prefixes = PrefixCache(0 if self._reproducible else prefix_budget)
         self.histories = Histories(Spelling(self.decoder.tokenizer))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -104,7 +110,7 @@ class EmbeddedEngine:
         self._ahead = IOPool("kvblend-ahead", 1, lambda: None)
         self._encodings = EncodingQueue(self._caches, self._piece_rows)
         self._comparisons = ComparisonQueue(self.decoder, self.prefixes, self.histories, self._piece_rows)
-        self._remember = remember
+        self._remember = remember and not self._reproducible
         self._passes = itertools.count(1)
         self._trimmed = time.monotonic()
         self._open = True
@@ -121,6 +127,8 @@ class EmbeddedEngine:
 
         Raises `PromptError` if it can never run, `QueueFullError` if too many wait, `EngineFailedError` if the engine has died.
         """
+        if self._reproducible:
+            prompt = _without_history(prompt)
         layout = prompt.layout
         sampling = prompt.sampling
         tenant = prompt.request.tenant
@@ -275,14 +283,15 @@ class EmbeddedEngine:
         if prefilling is not None:
             # Larger pieces are quicker, and delay nobody: no answer runs. A less urgent prompt keeps to small ones.
             alone = all(sequence is prefilling for sequence in live) and prefilling.request.priority <= 0
-            rows = max(self._piece_rows, ROWS_ALONE) if alone else self._piece_rows
+            rows = max(self._piece_rows, ROWS_ALONE) if alone or self._reproducible else self._piece_rows
             _guarded(prefilling, partial(prefilling.prepare, rows, self._loads))
         waiting = (sequence for sequence in live if sequence.answers_left and not sequence.ended)
         begun = next((sequence for sequence in waiting if sequence is not prefilling), None)
         if begun is not None:
             _guarded(begun, begun.begin_answer)
-        if items := self._batch(live, prefilling):
-            run_pass(self.decoder, items)
+        items = self._batch(live, prefilling)
+        for batch in [[item] for item in items] if self._reproducible else filter(None, [items]):
+            run_pass(self.decoder, batch)
         if prefilling is not None and prefilling.blend is not None:
             _guarded(prefilling, partial(self._remember_missing, prefilling))
         return bool(items) or prefilling is not None or begun is not None
@@ -363,6 +372,12 @@ class EmbeddedEngine:
         if not self._running and time.monotonic() - self._trimmed >= TRIM_S:
             cpu.trim_heap()
             self._trimmed = time.monotonic()
+
+
+def _without_history(prompt: Prompt) -> Prompt:
+    """The prompt, which takes nothing of earlier ones and leaves nothing. Its seed is 0, unless the request has one."""
+    sampling = prompt.sampling if prompt.request.sampling.seed is not None else replace(prompt.sampling, seed=0)
+    return replace(prompt, sampling=sampling, author="", learn=None, remember=False)
 
 
 def _goes_before(running: Sequence, waiting: Sequence) -> bool:

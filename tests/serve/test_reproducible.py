@@ -1,0 +1,105 @@
+"""`--reproducible`: the same prompt gives the same answer, whatever was asked before and whatever is asked at the same time."""
+
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rooms import QUESTION, make_rag, serving
+from served import CHAT, Served, listening
+
+from tests.towns import documents
+
+KINDS = 20
+TIMES = 8
+PASSAGES = [part for text in documents().values() for part in text.split("\n\n")[1:]]
+LETTERS = [
+    f"Letter {number}: the ferry to the island leaves at {number + 5} and carries {31 * number} sheep."
+    for number in range(12)
+]  # of which the corpus knows nothing
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    """Bodies of requests: text of the corpus and new text that recur in other orders, turns that go on, and edited ones."""
+    draw = random.Random(1)
+    return [body(draw, number) for number in range(count)]
+
+
+def body(draw: random.Random, number: int) -> dict[str, Any]:
+    question = f"How many gates does number {number % 7} have?"
+    pasted = "\n\n".join(draw.sample(PASSAGES, 3) + draw.sample(LETTERS, 2))
+    said = [{"role": "user", "content": question}]
+    fields: dict[str, Any] = {}
+    kind = number % 5
+    if kind == 0:
+        fields["kvblend"] = {"retrieve": {}}
+    elif kind == 1:
+        said[0]["content"] = f"{pasted}\n\n{question}"
+    elif kind == 2:
+        fields["documents"] = [{"text": text} for text in draw.sample(LETTERS, 3)]
+    elif kind == 3:  # the same conversations, of several lengths
+        told = [{"role": "user", "content": f"{LETTERS[0]}\n\n{PASSAGES[number % 3]}\n\n{PASSAGES[7]}"}]
+        for turn in range(number % 4):
+            told += [{"role": "assistant", "content": "gates gates"}, {"role": "user", "content": f"And {turn}?"}]
+        said = told
+    else:  # a clock in front of the same text
+        clock = {"role": "system", "content": f"It is {number % 24} o'clock. {LETTERS[1]} {PASSAGES[4]}"}
+        said = [clock, {"role": "user", "content": PASSAGES[5]}, {"role": "assistant", "content": "Yes."}, *said]
+    warm = {"temperature": 1.0} if number % 5 == 1 and number > 9 else {}
+    return {"messages": said, "max_tokens": 3, "logprobs": True, "user": "ann", **fields, **warm}
+
+
+def answers(
+    served: Served, bodies: Sequence[dict[str, Any]], order: Sequence[int], together: int = 1
+) -> list[set[Any]]:
+    """The answers to each body, so many asked at a time: tokens with their log probabilities, to the last bit."""
+    by_number: list[set[Any]] = [set() for _ in bodies]
+    with httpx.Client(base_url=served.url, timeout=60) as client, ThreadPoolExecutor(together) as pool:
+        replies = pool.map(lambda number: client.post(CHAT, json=bodies[number]), order)
+        for number, reply in zip(order, replies, strict=True):
+            assert reply.status_code == 200, reply.text
+            (choice,) = reply.json()["choices"]
+            by_number[number].add(tuple((token["token"], token["logprob"]) for token in choice["logprobs"]["content"]))
+    return by_number
+
+
+@contextmanager
+def started(filled: tuple[Path, Path], folder: Path, **options: Any) -> Iterator[Served]:
+    store = shutil.copytree(filled[0], folder / "store")
+    with serving(store, filled[1], **options) as service, listening(service) as served:
+        yield served
+
+
+def shuffled(times: int, seed: int) -> list[int]:
+    """The numbers of all prompts, so many times, in any order."""
+    return random.Random(seed).sample([*range(KINDS)] * times, KINDS * times)
+
+
+def test_two_hundred_requests_in_random_orders_alone_and_under_load(filled: tuple[Path, Path], tmp_path: Path) -> None:
+    bodies = prompts(KINDS)
+    with started(filled, tmp_path / "first", reproducible=True, least_gain=32) as served:
+        first = answers(served, bodies, shuffled(1, seed=1))
+        assert served.counts()["prompts_blended_total"] >= 4
+        first_again = answers(served, bodies, shuffled(TIMES, seed=2), together=8)
+    with started(filled, tmp_path / "second", reproducible=True, least_gain=32, audit=1.0) as served:
+        second = answers(served, bodies, shuffled(1, seed=3))
+    for different in (first_again, second):
+        assert different == first
+
+
+def test_a_question_stores_nothing(filled: tuple[Path, Path], tmp_path: Path) -> None:
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    rag = make_rag(store, filled[1], reproducible=True)
+    for cache in list((store / "kv" / "objects").rglob("*.safetensors"))[::2]:
+        cache.unlink()
+    caches = sorted((store / "kv").rglob("*.safetensors"))
+    first = rag.answer(QUESTION, max_new_tokens=4)
+    again = rag.answer(QUESTION, max_new_tokens=4)
+    assert not all(first.blend.hits)
+    assert again.blend.hits == first.blend.hits
+    assert again.generation.token_ids == first.generation.token_ids
+    assert sorted((store / "kv").rglob("*.safetensors")) == caches
