@@ -27,6 +27,7 @@ IN_PROCESS = {"plain_python.py", "your_own_retriever.py", "evaluate.py"}
 CLIENTS = {
     *("openai_client.py", "langchain_chain.py", "llamaindex_query.py", "litellm_client.py", "agent_loop.py"),
     "vllm_client.py",
+    "chat.py",
 }
 
 
@@ -139,6 +140,17 @@ def test_openai_client(folder, default_url):
 
 def test_langchain_chain(folder, url):
     assert example(folder, "langchain_chain.py", KVBLEND_URL=url, KVBLEND_MODEL=model_of(url)).strip()
+
+
+def test_chat(folder, url):
+    env = environment(KVBLEND_URL=url)
+    command = [sys.executable, str(EXAMPLES / "chat.py")]
+    typed = "How many gates does the harbour have?\nAnd when does the market open?\n\n"
+    ended = subprocess.run(command, cwd=folder, env=env, input=typed, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    times = re.findall(r"\[first token after \d+\.\d s, ([\d,]+) of ([\d,]+) rows computed\]", ended.stdout)
+    assert len(times) == 2
+    assert all(int(computed.replace(",", "")) <= int(rows.replace(",", "")) for computed, rows in times)
 
 
 @pytest.mark.real

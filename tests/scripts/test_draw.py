@@ -84,3 +84,63 @@ def test_results_without_the_rows_are_refused(tmp_path):
     for draw in (draw_selection, draw_generator):
         with pytest.raises(DatasetError):
             draw(Results(tmp_path / "empty.json"))
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    """An analyzed prompt of two chunks; the question reads one row far more than all others."""
+    nothing = [None] * 2
+    scores = {"before": [0.0] * 4 + [0.5, 0.4, 0.2, 0.1], "after": [0.0] * 4 + [0.1] * 4, "asked": [0.01] * 7 + [0.4]}
+    segments = [
+        ("prefix", "", 0, 2),
+        ("chunk 1", "Harbour", 2, 6),
+        ("chunk 2", "Port Rowan > Bells of the town hall", 6, 10),
+    ]
+    document = {
+        "segments": [
+            {"name": name, "title": title, "start": start, "stop": stop}
+            for name, title, start, stop in [*segments, ("question", "", 10, 12)]
+        ],
+        "recomputed": [6, 9, 10, 11],
+        "scores": [{"name": name, "values": [*nothing, *values, *nothing]} for name, values in scores.items()],
+    }
+    file = tmp_path / "prompt.json"
+    file.write_text(json.dumps({"prompts": [document]}))
+    return file
+
+
+def test_an_analyzed_prompt_is_drawn_with_the_titles_of_its_chunks(prompt, tmp_path):
+    deviation = _drawn("deviation", prompt, "--out", tmp_path / "d.svg")
+    attention = _drawn("attention", prompt, "--out", tmp_path / "a.svg")
+    for drawn in (deviation, attention):
+        assert ">Harbour</text>" in drawn
+        assert ">\u2026Bells of the town hall</text>" in drawn
+    assert ">kept as stored: 2 rows, 4%</text>" in attention
+    assert ">recomputed: 2 rows, 87%</text>" in attention
+    assert ">40 \u2191</text>" in attention, "the row that is cut off is written out"
+
+
+def _report(tmp_path, name, methods, **about):
+    document = {
+        "workload": "q.txt",
+        "record_count": 3,
+        "methods": {key: {"kl": kl} for key, kl in methods.items()},
+        **about,
+    }
+    file = tmp_path / name
+    file.write_text(json.dumps(document))
+    return file
+
+
+def test_kl_is_drawn_by_selector_and_reports_of_other_questions_are_refused(tmp_path):
+    bare = _report(tmp_path, "bare.json", {"reuse": 0.4, "random 5%": 0.3, "random 40%": 0.2, "query_guided 5%": 0.1})
+    default = _report(tmp_path, "default.json", {"reuse": 0.4, "5%": 0.02, "40%": 0.01})
+    drawn = _drawn("kl", bare, default, "--out", tmp_path / "kl.svg")
+    for words in ("random rows", "rows that the question reads most", "plain reuse: no row recomputed"):
+        assert f">{words}</text>" in drawn
+    for other in (
+        _report(tmp_path, "o.json", {"5%": 0.1}, record_count=4),
+        _report(tmp_path, "n.json", {"blend": 0.1}),
+    ):
+        with pytest.raises(DatasetError):
+            main("draw", "kl", bare, other, "--out", tmp_path / "kl.svg")
