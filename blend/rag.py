@@ -52,6 +52,7 @@ from blend_retrieval import (
     load_embedder,
     load_embedder_or_words,
 )
+from blend_retrieval.embedders import BY_WORDS
 from blend_retrieval.errors import IndexMissingError
 
 if TYPE_CHECKING:
@@ -240,20 +241,20 @@ class Rag:
 
     @loaded_once
     def embedder(self) -> Embedder:
-        """The embedding model. A new corpus is found by words where the default one cannot be had, which a warning says."""
-        name = self.corpus_config.embedder
-        if name == DEFAULT_EMBEDDER and not self._has_index():
-            return load_embedder_or_words(name)
-        return load_embedder(name)
+        """The embedding model.
 
-    def _has_index(self) -> bool:
+        Where the default one cannot be had, a new corpus is found by words, which a warning says. It stays so.
+        """
+        name = self.corpus_config.embedder
+        if name != DEFAULT_EMBEDDER:
+            return load_embedder(name)
         try:
-            _ = self.index
+            made_by = self.index.embedder
         except (IndexMissingError, ConfigError):
-            return False
+            return load_embedder_or_words(name)
         except RetrievalError:
-            pass  # damaged: it is there
-        return True
+            made_by = name  # damaged; whoever made it
+        return load_embedder(BY_WORDS if made_by == BY_WORDS else name)
 
     @loaded_once
     def reranker(self) -> Reranker | None:

@@ -199,6 +199,13 @@ def test_without_a_corpus(empty: Served) -> None:
     assert (found["model"], len(found["data"][0]["embedding"])) == ("minilm", 384)
 
 
+def test_a_corpus_that_is_found_by_words_has_no_vectors(empty: Served) -> None:
+    empty.rag.corpus_config = replace(empty.rag.corpus_config, embedder="words")
+    response = empty.send("POST", EMBEDDINGS, json={"input": "a"})
+    assert refusal(response) == (404, "model_not_found")
+    assert "no embedding model" in response.json()["error"]["message"]
+
+
 def test_without_an_embedding_model(empty: Served, tmp_path: Path) -> None:
     empty.rag.corpus_config = replace(empty.rag.corpus_config, embedder=str(tmp_path))
     response = empty.send("POST", EMBEDDINGS, json={"input": "a"})
