@@ -1,0 +1,46 @@
+"""`blend.attach` with the store of `blend precompute`: a model that transformers loaded finds the caches there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import blend
+from blend import CorpusConfig, Rag
+from tests import towns
+from tests.tiny_model import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model, and a store that the model of the files has filled with documents."""
+    folder = tmp_path_factory.mktemp("attached")
+    texts = towns.write_documents(folder / "documents")
+    model = save_tiny_model(folder / "tiny", "\n".join(texts.values()))
+    corpus = CorpusConfig(surrogate_tokens=0, embedder="words")
+    rag = Rag(folder / "store", model=str(model), device="cpu", dtype="float32", corpus=corpus)
+    rag.precompute(folder / "documents", quick=True)
+    return folder
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["as in its files", "changed since"])
+def test_the_store_of_precompute_is_known_to_a_model_of_the_same_weights_alone(folder, is_changed):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+    if is_changed:
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    texts = [f"{file.read_text(encoding='utf-8')}\n\n" for file in sorted((folder / "documents").iterdir())[:4]]
+    inputs = tokenizer(
+        "".join([*texts[::-1], "How many gates does the harbour have, and who closes them at night?"]),
+        return_tensors="pt",
+    )
+    with blend.attach(model, tokenizer, folder / "store") as attached:
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    last = attached.last
+    from_store = last.hits - last.learned  # what recurs in the prompt itself is learned at once
+    assert (from_store > 0) is not is_changed, last
+    if not is_changed:
+        assert last.learned == 0
+        assert last.rows_stored > last.rows / 2
