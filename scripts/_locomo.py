@@ -50,7 +50,7 @@ PROMPT = PromptConfig(
 )
 CALIBRATION_SESSIONS = 16  # that no question is asked over
 RESAMPLES = 10_000
-FREE = ("json", "show", "data", "questions", "threads", "store")
+FREE = ("json", "show", "data", "questions", "threads", "store", "without_texts")
 
 
 class Asked(NamedTuple):
@@ -91,7 +91,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="float32", help="of the model (default float32)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--store", default="memory:", help="keep the sessions' caches there; by default in memory")
-    return measure_and_show(parser.parse_args(arguments), measure, table)
+    parser.add_argument("--without-texts", type=Path, metavar="FILE", help="write the rows there, to publish them")
+    options = parser.parse_args(arguments)
+    ended = measure_and_show(options, measure, table)
+    if options.without_texts is not None:
+        publish(Results(options.json), options.without_texts)
+    return ended
 
 
 def measure(options: argparse.Namespace, results: Results) -> None:
@@ -108,6 +113,20 @@ def measure(options: argparse.Namespace, results: Results) -> None:
     evaluator = calibrated(options, conversations, asked)
     for each in missing:
         answer(each, evaluator, results)
+
+
+def publish(results: Results, file: Path) -> None:
+    """Write the rows with digests in place of the texts. They give the same tables; LoCoMo's text is not ours to pass on."""
+    shown = Results(None)
+    shown.content = {name: value for name, value in results.content.items() if name != "command"}
+    rows = []
+    for row in results.rows("rows"):
+        texts = {name: value for name, value in row.items() if name in ("answer", "reverse_answer")}
+        digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
+        rows.append({name: value for name, value in row.items() if name != "gold"} | digests)
+    shown.content["rows"] = rows
+    shown.file = file
+    shown.save()
 
 
 def questions_in_turns(conversations: Sequence[Conversation], options: argparse.Namespace) -> Iterator[Asked]:

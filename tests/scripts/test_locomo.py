@@ -1,6 +1,7 @@
 """`scripts/bench_peers locomo` on made-up conversations in LoCoMo's format, with a tiny model."""
 
 import json
+import re
 import zipfile
 
 import pytest
@@ -32,7 +33,7 @@ def conversation(names):
         {"question": f"When did {first} buy a kayak?", "answer": "1 May 2023", "evidence": ["D1:0"], "category": 2},
         {"question": "What is the colour of the violin?", "answer": "green", "evidence": ["D2:2; D2:1"], "category": 4},
         {
-            "question": "Would a bicycle and a telescope fit?",
+            "question": "Would a bicycle, a bicycle bell and a telescope fit?",
             "answer": "yes; both",
             "evidence": ["D5:0", "D4:1"],
             "category": 3,
@@ -89,6 +90,12 @@ def test_every_method_answers_every_question_in_both_orders(folder):
     heads = more.splitlines()[1]
     assert heads == "| score | several sessions (2) | time (1) | one session (1) | all (4) |"
     assert run(folder, "--questions", 2, "--show", data=None) == more
+    published = folder / "published.json"
+    assert run(folder, "--show", "--without-texts", published, data=None) == more
+    assert printed("bench_peers", "locomo", "--json", published, "--show") == more
+    rows = json.loads(published.read_text())["rows"]
+    assert all(re.fullmatch("[0-9a-f]{12}", row["answer"]) for row in rows)
+    assert not any(text in published.read_text() for text in ("1 May 2023", "kayak", "gold", str(folder / "l.json")))
     (folder / "fewer").mkdir()
     (folder / "fewer" / "2.json").write_text(json.dumps(CONVERSATIONS["2"]))
     with pytest.raises(SystemExit, match="measured with other options"):
