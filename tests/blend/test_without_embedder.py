@@ -62,6 +62,9 @@ def test_vectors_that_a_corpus_has_are_never_replaced(rag, documents, request):
         with pytest.raises(EmbeddingError, match="is not here"):
             work()
     assert default.index.embedder == "minilm"
+    next(default.index_dir.glob("chunks-*")).write_bytes(b"damaged")
+    with pytest.raises(EmbeddingError, match="is not here"):
+        rag().precompute(documents, quick=True)
 
 
 def test_a_named_embedder_is_never_replaced(rag, documents, no_model):

@@ -45,6 +45,15 @@ def test_the_passage_with_the_rare_words_comes_first(by_words, question, expecte
     assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
 
 
+def test_similarity_is_the_share_of_the_questions_words(by_words):
+    question = "Which lamp controller reports low voltage?"
+    shares = by_words.index.lexical.coverage(question).tolist()
+    hits = by_words.search(question, 5)
+    assert {hit.chunk.id: hit.score for hit in hits} == {
+        name: pytest.approx(share) for name, share in zip(PASSAGES, shares, strict=True) if share
+    }
+
+
 def test_a_question_without_a_common_word_finds_nothing(by_words):
     assert by_words.search("Quantum chromodynamics?", 3) == ()
     assert len(Retriever(by_words.index, load_embedder("words"), min_score=0).search("Quantum?", 3)) == 3
