@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Of a selector as a report names it: its name in the picture, its colour, its marker.
 _LINES = {
     "random": ("random rows", "#8C96A0", "s"),
-    "hkvd": ("rows that deviate most at layer 1", "#C64F00", "^"),
+    "hkvd": ("rows that deviate most at the second layer", "#C64F00", "^"),
     "query_guided": ("rows that the question reads most", "#0072B2", "o"),
 }
 _DEFAULT = ("the same, with kvblend's second cache and correction", "#009E73", "D")

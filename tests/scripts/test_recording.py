@@ -108,9 +108,14 @@ def test_the_same_casts_give_the_same_picture_and_the_documentation_has_it(tmp_p
     assert len(drawn) < 200_000
     full, blend = (read_cast(RESULTS / name) for name in ("full.cast", "blend.cast"))
     for cast in (full, blend):  # what the client measured is what the terminal showed
-        said = "".join(event.text for event in cast.events if event.kind == "o")
+        said = "".join(event.text for event in cast.events if event.kind == "o").replace("\r\n", "")
         assert float(re.findall(r"first token after ([\d.]+) s", said)[0]) == pytest.approx(cast.first_token_s, abs=0.2)
     assert full.first_token_s > 3 * blend.first_token_s
+    (rows,) = re.findall(r" of ([\d,]+) rows computed", said)
+    for page in ("README.md", "docs/index.md"):  # what they say of the recording
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert f"after {full.first_token_s:.1f} s, with kvblend after {blend.first_token_s:.1f} s" in text
+        assert f"a prompt of {rows} tokens" in text
 
 
 @pytest.mark.parametrize(
