@@ -25,9 +25,10 @@ ABOUT = {
     "serving.md": "serve",
     "metrics.md": "serve",
 }
-# Of llama.cpp, LMCache, rsync and vLLM.
-FOREIGN = {"--cache-reuse", "--engine-type", "--exclude", "--chat-template", "--default-chat-template-kwargs"}
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OF_CLAUDE_CODE = {"--bare", "--disallowedTools", "--system-prompt", "--tools"}
+OF_ENGINES = {"--cache-reuse", "--chat-template", "--default-chat-template-kwargs", "--engine-type"}
+FOREIGN = OF_CLAUDE_CODE | OF_ENGINES | {"--exclude"}  # the last is rsync's
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-zA-Z0-9-]*")
 CALL = re.compile(r"\bblend ((?:store )?[a-z]+)\b([^|;&#`]*)")
 OF_OTHERS = re.compile(
     r"`((?!blend |--)[^`]*--[^`]*)`"
