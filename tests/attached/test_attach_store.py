@@ -18,9 +18,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("attached")
     texts = towns.write_documents(folder / "documents")
     model = save_tiny_model(folder / "tiny", "\n".join(texts.values()))
-    corpus = CorpusConfig(surrogate_tokens=0, embedder="words")
+    corpus = CorpusConfig(embedder="words")
     rag = Rag(folder / "store", model=str(model), device="cpu", dtype="float32", corpus=corpus)
-    rag.precompute(folder / "documents", quick=True)
+    rag.precompute(folder / "documents")
     return folder
 
 
@@ -39,8 +39,5 @@ def test_the_store_of_precompute_is_known_to_a_model_of_the_same_weights_alone(f
     with blend.attach(model, tokenizer, folder / "store") as attached:
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
     last = attached.last
-    from_store = last.hits - last.learned  # what recurs in the prompt itself is learned at once
-    assert (from_store > 0) is not is_changed, last
-    if not is_changed:
-        assert last.learned == 0
-        assert last.rows_stored > last.rows / 2
+    assert last.rows_stored > last.rows / 2, last
+    assert (last.learned > 0) is is_changed, "caches of other weights are computed anew"
