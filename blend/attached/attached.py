@@ -16,6 +16,7 @@ from weakref import WeakSet
 import torch
 
 from blend.attached.calls import PromptCall, fill, last_rows, prompt_call
+from blend.attached.hooks import HookWatch
 from blend.attached.seen import SeenTexts
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, PromptError, StoreError
@@ -50,7 +51,8 @@ class Attachment:
         rows_stored: rows of stored text among them.
         rows_computed: rows that were computed in every layer; all of them in a prompt without known text.
         hits: stored passages that were used.
-        learned: passages that were learned before this prompt, because they came for the second time.
+        learned: passages whose caches were computed before this prompt: text that came for the second time, or for the first
+            time since weights or adapters changed.
         seconds: of the blended prefill, without the model's last rows; of looking for known text otherwise.
         reason: why nothing was blended; "" if something was.
 
@@ -134,6 +136,11 @@ class Attached:
         self._blender = Blender(decoder, rag.store, config, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
         self._tenant = TenantState(rag, learn_budget)
         self._seen = SeenTexts()
+        if self._folder is None and HookWatch(inner).present:
+            raise ConfigError(
+                "the model has forward hooks, which may change what it computes, and a store knows no hooks: "
+                "attach without a store, or remove the hooks"
+            )
         self._lock = decoder.lock
         self._own = threading.local()  # passes of this attachment in this thread
         self.last = Attachment()
@@ -141,6 +148,7 @@ class Attached:
             inner.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_hook(self._after, always_call=True),
         ]
+        self._watch_hooks = HookWatch(inner)
         _ATTACHED.add(inner)
 
     def __enter__(self) -> Attached:
@@ -205,6 +213,18 @@ class Attached:
         library.compute(missing, progress)
         return len({variant.chunk for variant in missing})
 
+    def _compute_missing(self, layout: PromptLayout) -> int:
+        """Compute the caches of known text that are missing: of these weights, or because they left. Returns how many.
+
+        Raises `StoreError`.
+        """
+        if self._blender.config.reproducible:
+            return 0
+        library = self._blender.library(layout.kept_behind)
+        missing = library.missing_of(library.wanted(layout))
+        library.compute(missing)
+        return len({variant.chunk for variant in missing})
+
     def _before(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at a call of `forward`: put known text into its cache, and leave it the last rows."""
         if self._is_within:
@@ -215,6 +235,8 @@ class Attached:
         call = prompt_call(self._blender.decoder, args, kwargs)
         if call is None:
             return None
+        if not isinstance(call, str) and self._watch_hooks.changed:
+            call = "hooks came to the model, or went, after it was attached"
         if isinstance(call, str):
             self.last = Attachment(reason=call)
             return None
@@ -256,8 +278,10 @@ class Attached:
         distinct = list(dict.fromkeys(call.ids))
         rows = sum(map(len, call.ids))
         try:
+            self._blender.follow_weights()
             learned = self._compute(list(self._seen.recurring(distinct)))
             layouts = {ids: self._layout(ids) for ids in distinct}
+            learned += sum(map(self._compute_missing, layouts.values()))
             plain = {
                 ids for ids, layout in layouts.items() if reason_against(self._blender, layout, self._blender.config)
             }

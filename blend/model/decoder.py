@@ -16,6 +16,7 @@ from torch import Tensor
 
 from blend.errors import ConfigError, first_line
 from blend.layout import LEAD_SHARE, PromptLayout
+from blend.model.adapters import AdapterState
 from blend.model.admission import admit
 from blend.model.cache import output_cache
 from blend.model.cpu import packed, replace_linear
@@ -72,6 +73,7 @@ class Decoder(DrivenDecoder):
         self.kept_as = dtype_name(self.dtype)
         self.rotations = admit(self, name)
         self._watch = WeightsWatch(model)
+        self._adapters = AdapterState(model)
 
     @classmethod
     def load(
@@ -147,14 +149,16 @@ class Decoder(DrivenDecoder):
         """Hex digest of the weights and of every configuration entry that the computation depends on."""
         if self._fingerprint is None:
             weights = self._weights or unchanged_checkpoint_digest(self.model) or parameters_digest(self.model)
-            self._fingerprint = model_fingerprint(self.config, weights)
+            adapters = self._adapters.words
+            self._fingerprint = model_fingerprint(self.config, f"{weights}, {adapters}" if adapters else weights)
         return self._fingerprint
 
     def follow_weights(self) -> None:
-        """Give the decoder a new fingerprint if `WeightsWatch` notices a change of its weights, and CUDA graphs of them."""
-        if not self._watch.changed:
+        """Give the decoder a new fingerprint, and CUDA graphs, if its weights have changed or its adapters were switched."""
+        if not (self._watch.changed or self._adapters.changed):
             return
         self._watch = WeightsWatch(self.model)
+        self._adapters = AdapterState(self.model)
         self._weights = self._fingerprint = None
         if self.graphs is not None:
             take_fast_ways(self)
