@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from models import CORE, build, tokenizer
@@ -215,3 +216,13 @@ def test_files_that_changed_or_have_gone_are_not_taken_for_the_model(tmp_path):
     assert of_parameters not in (of_files, load(folder).fingerprint)
     shutil.rmtree(folder)
     assert Decoder(model, tokenizer()).fingerprint == of_parameters
+
+
+def test_a_checkpoint_that_lacks_a_tensor_does_not_name_the_model(tmp_path):
+    folder = saved(tmp_path / "model")
+    file = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]  # transformers draws it at random
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    decoders = [Decoder(loaded_by_others(folder), tokenizer()) for _ in range(2)]
+    assert decoders[0].fingerprint != decoders[1].fingerprint
