@@ -16,6 +16,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
+from math import isnan, nan
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
@@ -50,6 +51,7 @@ PROMPT = PromptConfig(
 )
 CALIBRATION_SESSIONS = 16  # that no question is asked over
 RESAMPLES = 10_000
+LEAST_CONVERSATIONS = 5  # below it, resampling says nothing about the spread
 FREE = ("json", "show", "data", "questions", "threads", "store", "without_texts")
 
 
@@ -287,21 +289,28 @@ def paired(rows: Sequence[Row], full: Sequence[Row]) -> list[tuple[Row, Row]]:
 
 
 def clustered(rows: Sequence[Row], name: str) -> Interval:
-    """The mean over questions, with its 95 % interval over resampled conversations."""
+    """The mean over questions, with its 95 % interval over resampled conversations; of a few conversations without."""
     samples = [np.array([row[name] for row in same], dtype=float) for same in grouped(rows, "conversation").values()]
     sums = np.array([sample.sum() for sample in samples])
     counts = np.array([len(sample) for sample in samples])
+    mean_score = float(sums.sum() / counts.sum())
+    if len(samples) < LEAST_CONVERSATIONS:
+        return Interval(mean_score, nan, nan)
     draws = np.random.default_rng(0).integers(0, len(samples), (RESAMPLES, len(samples)))
     means = sums[draws].sum(1) / counts[draws].sum(1)
     low, high = np.percentile(means, [2.5, 97.5])
-    return Interval(float(sums.sum() / counts.sum()), float(low), float(high))
+    return Interval(mean_score, float(low), float(high))
 
 
 def cell(interval: Interval) -> str:
-    """A mean with its interval."""
+    """A mean with its interval, if it has one."""
+    if isnan(interval.low):
+        return f"{interval.mean:.2f}"
     return f"{interval.mean:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
 
 
 def signed(interval: Interval) -> str:
-    """A difference with its interval."""
+    """A difference with its interval, if it has one."""
+    if isnan(interval.low):
+        return f"{interval.mean:+.2f}"
     return f"{interval.mean:+.2f} [{interval.low:+.2f}, {interval.high:+.2f}]"
