@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from cases import cache_chunks, make_layout
 from engines import Answer, MakeEngine, alone, ask
 from layouts import marked
+from rooms import put, serving, settled
 
 from blend.config import BlendConfig
 from blend.layout import PromptLayout
 from blend.model.passes import RowRequest
+from blend.sampling import Sampling
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.events import Failed, Figures
+from blend.serve.request import Message, Request
 
 PIECE = 12
 SMALL_PIECES = {"pass_rows": PIECE + 2, "most_running": 2, "prefix_budget": 1 << 30}
@@ -200,6 +204,42 @@ def test_rows_with_a_correction_that_may_not_fit_are_not_kept(make_engine: MakeE
     monkeypatch.setattr("blend.prefill.correction_check.CorrectionCheck.score", lambda *_: nothing)
     given_up_blended(engine, layout, monkeypatch)
     assert again(engine, layout).figures.rows_inexact == 0
+
+
+STORY = "The clerk of the lock counts the boats every day, and writes down who rowed them. "
+HISTORY = "".join(f"Day {day}: {STORY}Boat {7 * day} came last.\n" for day in range(6))
+
+
+@pytest.mark.parametrize("asks", ["ann", "bob"])
+def test_moved_rows_serve_their_author_alone(asks: str, tmp_path: Path, model: Path, monkeypatch: Any) -> None:
+    """They have read what the edit took out, also in a prompt that was given up."""
+
+    def turn(hour: str, user: str, cancelled: threading.Event | None = None) -> Figures | None:
+        before = Message("user", "Read the book of the lock."), Message("assistant", "I have read it.")
+        header = f"The lock is open. It is {hour} o'clock, says the clerk of the lock.\n"
+        said = (Message("system", header + HISTORY), *before, Message("user", "Which boat came last?"))
+        fields: dict[str, Any] = {"cancelled": cancelled} if cancelled is not None else {}
+        request = Request(said, user=user, edits="fast", priority=1, sampling=Sampling(max_tokens=4), **fields)
+        answer = put(service, request)
+        settled(service)
+        return answer.figures if cancelled is None else None
+
+    with serving(tmp_path / "store", model, corrects_learned=False, **SMALL_PIECES) as service:
+        turn("309", "ann")
+        prefill = service.engine.decoder.prefill
+        cancelled = threading.Event()
+
+        def watched(requests: Sequence[RowRequest], **fields: Any) -> torch.Tensor:
+            chosen = [request.positions for request in requests if request.run.start is None]
+            if any(int(positions[-1]) > 300 for positions in chosen):  # behind rows that moved
+                cancelled.set()
+            return prefill(requests, **fields)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service.engine.decoder, "prefill", watched)
+            turn("311", "ann", cancelled)
+        figures = turn("311", asks)
+    assert (figures.rows_inexact > 0) == (asks == "ann")
 
 
 def ended() -> threading.Event:
