@@ -55,6 +55,8 @@ class Figures(NamedTuple):
         rows_reused: rows from the prefix cache.
         rows_inexact: how many of them an earlier turn blended, counted from the first such row on.
         rows_moved: rows behind them whose text is an earlier prompt's; some of these are computed.
+        rows_shared: rows of text that other requests in flight brought, too, from caches that one of them computed.
+        rows_ahead: rows of such caches that this request computed, apart from its prompt, for itself and the others.
         edits: how text behind an edit of an earlier prompt was answered for, see `Request`; "" without such an edit.
         hits, chunks: stored chunks found and looked for.
         bytes_loaded: bytes of KV read.
@@ -78,6 +80,8 @@ class Figures(NamedTuple):
     rows_reused: int = 0
     rows_inexact: int = 0
     rows_moved: int = 0
+    rows_shared: int = 0
+    rows_ahead: int = 0
     edits: str = ""
     hits: int = 0
     chunks: int = 0
@@ -96,7 +100,7 @@ class Figures(NamedTuple):
     @property
     def cached_tokens(self) -> int:
         """Rows that were not computed for this answer."""
-        return self.rows - self.rows_computed
+        return max(0, self.rows - self.rows_computed - self.rows_ahead)
 
 
 class TracedToken(NamedTuple):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blend.layout import LEAD_SHARE, Place
+from blend.serve.flights import Flight
 from blend.serve.reasons import ComputedPart, Word
 from blend.serve.request import Request
 
@@ -98,6 +99,7 @@ class Prompt:
         config: how to blend; None: as the corpus does.
         thinking: how the answer may begin with thoughts.
         grammar: the form that the request's schema and tools give the answer.
+        flight: which of its text other requests in flight bring, too; None if they are not compared.
         draft: a likely answer. Its tokens run behind the prompt in few passes, and count up to the first that differs from
             the answer (speculative decoding).
         stopped: add an answer's index, in the engine's thread when its `Output` comes, and the answer ends there.
@@ -121,18 +123,22 @@ class Prompt:
     config: BlendConfig | None = None
     thinking: Thinking | None = None
     grammar: Grammar | None = None
+    flight: Flight | None = None
     draft: tuple[int, ...] = ()
     stopped: set[int] = field(default_factory=set, compare=False)
 
-    def brought_texts(self, operator_rows: float, reused: int = 0) -> dict[Tokens, int]:
+    def brought_texts(
+        self, operator_rows: float, reused: int = 0, layout: PromptLayout | None = None
+    ) -> dict[Tokens, int]:
         """The texts that may be learned or were learned, and where each begins.
 
         Args:
             operator_rows: of the decoder. Pieces whose operators take longer to read than their rows to compute are left out.
             reused: first rows of the prompt, whose texts are left out.
+            layout: the same prompt in other pieces.
 
         """
-        layout = self.layout
+        layout = layout or self.layout
         texts = {
             place.whole: span.start
             for place, span in zip(layout.places, layout.chunk_spans, strict=True)

@@ -16,6 +16,7 @@ from blend.serve.audit import Auditor, verified
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.engine.profile import PrefillProfile
 from blend.serve.events import Audit, OnEvent, QueueFullError
+from blend.serve.flights import Flights, landing
 from blend.serve.forms.grammar import GrammarCompiler
 from blend.serve.forms.thoughts import markers_of
 from blend.serve.forms.tool_calls import format_of
@@ -84,13 +85,13 @@ class Service:
         self.created = int(time.time())
         self._rag = rag
         self._learn_budget = learn_budget = 0 if rag.blend_config.reproducible else learn_budget
-        self._tenants = {"": TenantState(rag, learn_budget)}
+        self._profile = profile or PrefillProfile(rag.decoder)
+        self._tenants = {"": TenantState(rag, learn_budget, flights=self._new_flights())}
         template = getattr(rag.decoder.tokenizer, "chat_template", None)
         self._form = format_of(template)
         self._rules = Rules(full, unnamed, markers_of(template))
         self._grammars = GrammarCompiler(rag.decoder, self._form)
         self._lock = threading.Lock()
-        self._profile = profile or PrefillProfile(rag.decoder)
         self._documents: dict[tuple[str, str], Documents] = {}
         self._sessions = RunningSessions()
         self._indexing = indexing_turns()
@@ -128,12 +129,16 @@ class Service:
             state = self._tenants.get(tenant)
         if state is None:
             rag = self._rag.sibling("", tenant_root(self._rag.root, tenant))
-            state = TenantState(
-                rag, self._learn_budget, self._tenants[""].watch
-            )  # reads files: other tenants do not wait
+            watch = self._tenants[""].watch
+            # Reads files: other tenants do not wait.
+            state = TenantState(rag, self._learn_budget, watch, flights=self._new_flights())
             with self._lock:
                 state = self._tenants.setdefault(tenant, state)
         return state
+
+    def _new_flights(self) -> Flights | None:
+        """Compares the requests of one tenant."""
+        return None if self.full else Flights(self._profile.seconds)
 
     def _learning(self) -> dict[str, TenantState]:
         """The tenants whose learned text serves prompts."""
@@ -281,7 +286,15 @@ class Service:
         self._idle.interrupt()
         if prompt.request.verify:
             on_event = verified(self._take, prompt, on_event, self._doubt)
-        self._take(prompt, self._audits.watched(prompt, on_event))
+        on_event = self._audits.watched(prompt, on_event)
+        if prompt.flight is None:
+            self._take(prompt, on_event)
+            return
+        try:
+            self._take(prompt, landing(prompt.flight, on_event))
+        except BaseException:
+            prompt.flight.end()
+            raise
 
     def _take(self, prompt: Prompt, on_event: OnEvent) -> None:
         self.engine.submit(prompt, self._outputs(prompt, on_event).on_event)

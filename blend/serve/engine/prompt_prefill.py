@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +18,20 @@ from blend.quality import Estimate, Quality
 from blend.serve.engine.background import FindMissing, Stepper
 from blend.serve.engine.comparison import RowComparison
 from blend.serve.engine.edits import EditEvidence, shown, value_changes
+from blend.serve.engine.prefixes import rows_of_prompt
 from blend.serve.engine.savings import exact_anyway, is_blendable, reason_against
-from blend.serve.events import BLENDED_BEFORE, COLD, IN_MEMORY, ONLY_PARTS, Figures, Started, TokenPart, TracedToken
+from blend.serve.engine.shared_text import SharedText
+from blend.serve.events import (
+    BLENDED_BEFORE,
+    COLD,
+    IN_MEMORY,
+    ONLY_PARTS,
+    SHORT,
+    Figures,
+    Started,
+    TokenPart,
+    TracedToken,
+)
 from blend.serve.failures import STORE_UNREACHABLE, is_outage
 from blend.serve.prompt import ASKED_FOR, Prompt
 from blend.serve.reasons import EDITED
@@ -37,11 +50,16 @@ if TYPE_CHECKING:
     from blend.serve.request import Edits
     from blend.types import CacheKey, ChunkCache
 
+_MOSTLY = 0.5  # of a place's rows: then its text counts as found
 _NOT_PROMISED = "no quality is promised: an earlier turn was blended without an estimate"
 
 
 class _RestartError(Exception):
     """A pass failed that these rows shared with others."""
+
+
+class _JoinedError(Exception):
+    """Another request brings the same text, while this one computes it in its prompt."""
 
 
 class PromptPrefill(Stepper["Blend"]):
@@ -104,12 +122,15 @@ class PromptPrefill(Stepper["Blend"]):
                 self._author_before = prefix.author
         elif not self._recurrent or layout.shared_prefix_rows == len(layout.kept_behind):
             self._reused = layout.shared_prefix_rows
-        behind = layout.behind(self._reused) if self._reused > len(layout.prefix) else layout
-        self._layout = behind.composable() if self._recurrent else behind  # the reused rows are its prefix
+        self._whole = layout  # in other pieces once other requests bring parts of them
+        self._layout = self._behind(self._reused)
         self._edit: FoundEdit | None = None
         self._edits: Edits | None = None  # how its text behind the edits is answered for
         self._moved = NOTHING_MOVED
         self._progress: PrefillProgress | None = None  # of the running attempt
+        self._shared = SharedText(prompt, blender, self._config, least_gain)
+        self._rows_before = 0  # computed in an earlier attempt
+        self._rows_taken = self._reused  # all that are in front of the running attempt
         if self._may_move:
             self._edit = histories.edit(prompt, self._layout)
         if self._edit is not None and prompt.request.edits != "fast":
@@ -165,20 +186,55 @@ class PromptPrefill(Stepper["Blend"]):
 
     def _prefilling(self) -> Steps[Blend]:
         """Decide whether to blend, then load, select and compute."""
-        try:
-            self._reason = self._prompt.full_because or self._nothing_to_blend()
-            if not self._reason:
-                yield Resume.BACKGROUND
-                self._reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
-        except StoreError as error:
-            self._fall_back(error)
+        self._reason = self._prompt.full_because or self._nothing_to_blend()
+        undecided = not self._reason
         while True:
             try:
+                if undecided:
+                    undecided = False
+                    yield from self._decide()
                 return (yield from self._blending())
             except StoreError as error:
                 self._fall_back(error)
             except _RestartError:
                 pass
+            except _JoinedError:
+                self._layout = self._behind(self._rows_taken)
+                undecided = True
+
+    def _decide(self) -> Steps[None]:
+        """Have the text that others bring, too, computed apart, then decide whether to blend."""
+        if self._edit is None:
+            rows = self._rows_taken
+            with suppress(StoreError):  # the store takes no cache; whether it can be read shows next
+                self._whole = yield from self._shared.steps(self._whole, rows, lambda: self.most_rows)
+                self._layout = self._behind(rows)
+        yield Resume.BACKGROUND
+        self._reason = reason_against(self._blender, self._layout, self._config, self._least_gain)
+
+    def _behind(self, rows: int) -> PromptLayout:
+        """The prompt with its first rows as the prefix, if they are more than its own."""
+        behind = self._whole.behind(rows) if rows > len(self._whole.prefix) else self._whole
+        return behind.composable() if self._recurrent else behind
+
+    def _rows_of_piece(self) -> int:
+        """Most rows of the next piece. Raises `_JoinedError` if the text behind it is better computed for several requests."""
+        is_plain = self._reason in (COLD, SHORT) and self._edit is None and not self._prompt.request.trace
+        if is_plain and self._shared.has_news and self._progress is not None:
+            self._take_over_rows(self._progress)
+            self._progress = None
+            raise _JoinedError
+        return self.most_rows
+
+    def _take_over_rows(self, progress: PrefillProgress) -> None:
+        """Copy the rows that are computed: the prompt goes on behind them."""
+        before = self.first_rows.tokens if self.first_rows is not None else self._layout.shared_prefix_rows
+        final = progress.final_rows() if progress.rows_run else None
+        rows = final.cache.resumable(final.exact) if final is not None else 0
+        if final is not None and rows > before:
+            self.first_rows = rows_of_prompt(final.cache, 0, rows)
+            self._rows_before += rows - before
+            self._rows_taken = rows
 
     def _blending(self) -> Steps[Blend]:
         return self._blender.steps(
@@ -186,7 +242,7 @@ class PromptPrefill(Stepper["Blend"]):
             config=self._config,
             room=self._prompt.sampling.max_tokens,
             watch=self._watch,
-            most_rows=lambda: self.most_rows,
+            most_rows=self._rows_of_piece,
             known=self.first_rows,
             moved=NOTHING_MOVED if self._reason else self._moved,
             watcher=self._watch_attempt,
@@ -268,19 +324,25 @@ class PromptPrefill(Stepper["Blend"]):
         request = prompt.request
         layout = prompt.layout
         blend = self.blend
-        covered = len(layout.chunks) - len(blend.layout.chunks)  # by the reused rows
-        place_hits = zip(layout.places, [True] * covered + list(blend.hits), strict=True)
-        hits = tuple(hit for place, hit in place_hits if place.origin is not PlaceOrigin.TEXT)
+        rows_hit = np.zeros(layout.rows, np.bool_)
+        rows_hit[: self._reused] = True
+        for span, is_hit in zip(blend.layout.chunk_spans, blend.hits, strict=True):
+            rows_hit[slice(*span)] = is_hit
+        pairs = zip(layout.places, layout.chunk_spans, strict=True)
+        cited = [span for place, span in pairs if place.origin is not PlaceOrigin.TEXT]
+        hits = tuple(bool(rows_hit[slice(*span)].mean() >= _MOSTLY) for span in cited)
         estimate = self.estimate
         unknown = self.quality.asked and self._inexact and self._estimate is None
         figures = Figures(
             method="full" if self._reason and not self._inexact else "blend",
             reason="" if self._reason == ASKED_FOR else self._reason,
             rows=layout.rows,
-            rows_computed=blend.rows_recomputed,
+            rows_computed=self._rows_before + blend.rows_recomputed,
             rows_reused=self._reused,
             rows_inexact=self._inexact,
             rows_moved=self._rows_moved,
+            rows_shared=self._rows_shared,
+            rows_ahead=self._shared.rows_computed,
             edits=self._edits or "",
             hits=sum(hits),
             chunks=len(hits),
@@ -304,6 +366,12 @@ class PromptPrefill(Stepper["Blend"]):
     def _rows_moved(self) -> int:
         layout = self._layout if self.result is None else self.blend.layout
         return sum(len(place.tokens) for place in layout.places if place.origin is PlaceOrigin.MOVED)
+
+    @property
+    def _rows_shared(self) -> int:
+        """Rows of text that a request in flight has computed, this one or another."""
+        pairs = zip(self.blend.layout.places, self.blend.hits, strict=True)
+        return sum(len(place.tokens) for place, is_hit in pairs if is_hit and place.stored in self._shared.texts)
 
     @property
     def _computed_anew(self) -> tuple[Span, ...]:
@@ -347,7 +415,7 @@ class PromptPrefill(Stepper["Blend"]):
         if not (missing or texts or self._reason == COLD):  # then it is not known yet which caches are missing
             return None
         blender = self._blender
-        layout = self._prompt.layout
+        layout = self._whole
         brought = {place.whole for place in layout.places if place.is_brought}
 
         def find() -> tuple[ChunkLibrary, Sequence[CacheKey]]:
@@ -369,7 +437,7 @@ class PromptPrefill(Stepper["Blend"]):
         if prompt.learn is None:
             return []
         reused = 0 if prompt.kept is not None else self._reused
-        return list(prompt.brought_texts(self._blender.decoder.operator_rows, reused))
+        return list(prompt.brought_texts(self._blender.decoder.operator_rows, reused, self._whole))
 
 
 def _traced(layout: PromptLayout, blend: Blend) -> tuple[TracedToken, ...]:

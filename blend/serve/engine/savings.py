@@ -21,9 +21,11 @@ LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not
 
 
 def gains_from(prompt: Prompt, earlier: Prompt) -> bool:
-    """Whether a prompt finds more of its rows in memory once the `earlier` one is prefilled."""
+    """Whether a prompt finds more of its rows in memory, or stored, once the `earlier` one is prefilled."""
     if prompt.request.cold or prompt.request.tenant != earlier.request.tenant:
         return False
+    if prompt.flight is not None and earlier.flight is not None and prompt.flight.waits_for(earlier.flight):
+        return True
     layout = prompt.layout
     rows = common_length(layout.token_ids, earlier.layout.token_ids)
     if len(layout.prefix) < rows <= exact_anyway(layout):

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from blend.errors import ContextLengthError, PromptError, StoreError
 from blend.serve.failures import STORE_UNREACHABLE
 from blend.serve.forms.thoughts import ThoughtMarkers, thinking_behind
-from blend.serve.prompt import ASKED_FOR, Prompt
-from blend.serve.prompts.reuse import PromptSearch, Reuse, with_texts
+from blend.serve.prompt import ASKED_FOR, Cited, Prompt
+from blend.serve.prompts.reuse import PromptSearch, Reuse, Texts, with_texts
 from blend.serve.prompts.view import Require, require_fit
 from blend.serve.request import FieldError, Mark, Message, Request
 from blend.text import json_text
@@ -59,11 +59,34 @@ def build_prompt(tenant: TenantState, request: Request, require: Require = lambd
     places = [passage.place for passage in passages]
     layout = tenant.chat.prompt(request, places)
     anywhere = not request.corpus and all(passage.brought for passage in passages)
-    texts = tenant.texts(view, request.user, anywhere=anywhere)
-    reused = with_texts(PromptSearch(layout, passages, texts).reuse(), tenant.decoder.tokenizer)
+    texts = partial(tenant.texts, view, request.user, anywhere=anywhere)
+    reused = with_texts(_searched(tenant, request, layout, passages, texts), tenant.decoder.tokenizer)
     reaches = [tenant.chat.reach(mark, request, places, layout) for mark in request.marks]
     history = partial(_rows_before_last_message, tenant, request, places, layout)
     return reused._replace(reaches=tuple(reaches), history=history)
+
+
+def _searched(
+    tenant: TenantState, request: Request, layout: PromptLayout, passages: Sequence[Cited], texts: Callable[[], Texts]
+) -> Reuse:
+    """The prompt with all known text as its places, and its flight.
+
+    It is searched again if another request of the end user has begun meanwhile: requests that come together would not find each
+    other's text.
+    """
+    flights = tenant.flights
+    if flights is None or request.cold or request.method == "full":
+        return PromptSearch(layout, passages, texts()).reuse()
+    for last in (False, False, True):
+        begun = flights.begun(request.user)
+        reuse = PromptSearch(layout, passages, texts()).reuse()
+        brought = {place.whole for place in reuse.layout.places if place.is_brought}
+        if not brought:
+            return reuse
+        flight = flights.begin(request.user, brought, None if last else begun)
+        if flight is not None:
+            break
+    return reuse._replace(flight=flight)
 
 
 def _rows_before_last_message(
@@ -107,6 +130,7 @@ def completed(reuse: Reuse, tenant: TenantState, request: Request, rules: Rules)
         cited=reuse.cited,
         question=reuse.question,
         learn=learn if learns else None,
+        flight=reuse.flight if learns and not full_because else None,
         author=request.users_session or request.user or ("" if request.forwarded else rules.unnamed),
         history=reuse.history,
         computed=reuse.computed,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from blend.layout import Place, PlaceOrigin, PromptLayout, Span, is_composable
+from blend.serve.flights import Flight
 from blend.serve.prompt import Cited, nothing_before
 from blend.serve.prompts.computed import ComputedText, Past
 from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
@@ -47,6 +48,7 @@ class Texts(NamedTuple):
     Attributes:
         corpora: the chunks of each corpus, by its name.
         learned: pieces of earlier prompts, by their digests; None if nothing is learned.
+        in_flight: pieces that other requests bring now, and that are learned soon; None if nothing is learned.
         cutter: cuts new text.
         past: why a new piece is not learned, by its digest.
         whole: whether learned text can only be reused from its lead to its end, as recurrent layers need it.
@@ -58,6 +60,7 @@ class Texts(NamedTuple):
     cutter: Cutter
     whole: bool = False
     past: Past = lambda digest: NEW
+    in_flight: TokenIndex[bytes] | None = None
 
 
 class Reuse(NamedTuple):
@@ -70,6 +73,7 @@ class Reuse(NamedTuple):
         computed: the parts that no cache serves, without the prompt's beginning and its last tokens.
         reaches: for each mark of the request, where its text ends.
         history: says how many rows stand in front of the last message; 0 in a new conversation.
+        flight: of the request, if it brings text that others may bring now.
 
     """
 
@@ -80,6 +84,7 @@ class Reuse(NamedTuple):
     computed: tuple[ComputedPart, ...] = ()
     reaches: tuple[int, ...] = ()
     history: Callable[[], int] = nothing_before
+    flight: Flight | None = None
 
 
 class PromptSearch:
@@ -145,9 +150,9 @@ class PromptSearch:
         return corpus, runs[corpus], foreign
 
     def _of_learned_text(self) -> list[TextRun[bytes]]:
-        """Runs of learned text, whether they can be used or not."""
-        learned = self._texts.learned
-        return _worth(learned.runs(self._ids)) if learned is not None else []
+        """Runs of learned text, and of text that is learned soon, whether they can be used or not."""
+        indexes = filter(None, (self._texts.learned, self._texts.in_flight))
+        return [run for index in indexes for run in _worth(index.runs(self._ids))]
 
     def _stored(self, free: Flags, runs: Sequence[FoundRun]) -> tuple[list[PlacedPassage], Flags]:
         """The runs that become places, longest first, and the tokens that are free then."""
@@ -155,7 +160,7 @@ class PromptSearch:
         passages = list[PlacedPassage]()
         for run in longest_first(runs, free):
             if _usable(run, self._ids, self._texts):
-                passages.append(_found(self._ids, run, self._documents))
+                passages.append(_found(self._ids, run, self._documents, self._texts.learned))
             else:
                 free[run.rows] = True  # new text, to be learned as it is
         return passages, free
@@ -236,9 +241,20 @@ def _places(layout: PromptLayout, cited: Sequence[Cited]) -> Iterator[PlacedPass
             yield PlacedPassage(*span, next(sources))
 
 
-def _found(ids: Ids, run: FoundRun, documents: Sequence[PlacedPassage]) -> PlacedPassage:
+def _found(
+    ids: Ids, run: FoundRun, documents: Sequence[PlacedPassage], learned: TokenIndex[bytes] | None
+) -> PlacedPassage:
     tokens = tuple(ids[run.rows].tolist())
-    origin = PlaceOrigin.CORPUS if isinstance(run.name, Chunk) else PlaceOrigin.LEARNED
+    if isinstance(run.name, Chunk):
+        origin = PlaceOrigin.CORPUS
+    elif (
+        learned is None or run.name not in learned
+    ):  # text in flight is new until a request of this end user has computed it
+        return PlacedPassage(
+            run.start, run.stop, _cited(Place(tokens, PlaceOrigin.NEW), run.start, run.name, documents)
+        )
+    else:
+        origin = PlaceOrigin.LEARNED
     place = Place(tokens, origin)
     if run.length < len(run.text):
         place = Place(tokens, origin, tuple(run.text.tolist()), run.first)

@@ -17,6 +17,7 @@ from blend.layout import PlaceOrigin, Tokens
 from blend.prompt_template import TextTokenizer
 from blend.serve.documents.queue import INCOMING
 from blend.serve.failures import LOG, STORE_UNREACHABLE
+from blend.serve.flights import Flights
 from blend.serve.prompt import Kept, Prompt
 from blend.serve.prompts.chat_template import ChatTemplate
 from blend.serve.prompts.cutter import Cutter
@@ -115,11 +116,18 @@ class TenantState:
         learn_budget: bytes of caches of texts that questions bring; 0 learns nothing.
         parent: watches the server's store. While the tenant's own is unreachable, corpora are as they were last read.
         learned_by: the list of another process that learns in place of this one.
+        flights: compares its requests in flight; None compares none.
 
     """
 
     def __init__(
-        self, rag: Rag, learn_budget: int, parent: StoreWatch | None = None, *, learned_by: Path | None = None
+        self,
+        rag: Rag,
+        learn_budget: int,
+        parent: StoreWatch | None = None,
+        *,
+        learned_by: Path | None = None,
+        flights: Flights | None = None,
     ) -> None:
         self.decoder = rag.decoder
         self.template = rag.template
@@ -135,6 +143,7 @@ class TenantState:
         self._token_indexes: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
         self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
         self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
+        self.flights = flights if self.learned is not None else None
         self._unlearned = ""  # why nothing was learned last
 
     def _opened_store(self) -> ChunkStore:
@@ -196,6 +205,7 @@ class TenantState:
             cutter=self._cutter,
             whole=bool(self.decoder.recurrent),
             past=partial(self.learned.past, user) if self.learned is not None else lambda digest: NEW,
+            in_flight=self.flights.index(user) if self.flights is not None else None,
         )
 
     def read_corpora(self) -> None:
