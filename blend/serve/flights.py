@@ -39,6 +39,7 @@ class Flight:
 
     Attributes:
         ended: whether it waits for no text any more: its prefill has ended.
+        is_owner: whether it computes text now that others wait for.
         joined: how many requests with a text of it were in flight when it began, or have begun since.
 
     """
@@ -59,7 +60,7 @@ class Flight:
         self._others = others
         self._estimate = estimate
         self._shared = set[bytes]()
-        self._is_owner = False
+        self.is_owner = False
         self._stalled_at: float | None = None
         self._stalled_s = 0.0
         self._compare()
@@ -95,11 +96,11 @@ class Flight:
     @contextmanager
     def owning(self) -> Iterator[None]:
         """The request computes text that others wait for."""
-        self._is_owner = True
+        self.is_owner = True
         try:
             yield
         finally:
-            self._is_owner = False
+            self.is_owner = False
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
@@ -118,7 +119,7 @@ class Flight:
         stalls is waited for as long as the waiting request would compute the texts itself, all stalls together.
         """
         common = self.lengths.keys() & owner.lengths.keys()
-        return owner._is_owner and bool(common) and not owner.is_overdue(common)
+        return owner.is_owner and bool(common) and not owner.is_overdue(common)
 
     def is_overdue(self, names: Collection[bytes]) -> bool:
         """Whether the store has stalled this owner for as long as computing these of its texts takes."""
@@ -130,7 +131,7 @@ class Flight:
     @property
     def has_stalled_owner(self) -> bool:
         """Whether the store stalls a request that computes text of this one: it is then no place to put a cache."""
-        others = [other for other in list(self._others) if other is not self and other._is_owner and not other.ended]
+        others = [other for other in list(self._others) if other is not self and other.is_owner and not other.ended]
         common = [(other, self.lengths.keys() & other.lengths.keys()) for other in others]
         return any(names and other.is_overdue(names) for other, names in common)
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 GRAM = 16  # tokens of a hashed string
 WINDOW = 17  # successive strings of which one is selected
 LEAST_RUN = GRAM + WINDOW - 1
+LEAST_PIECE = 48  # tokens of a text that is learned
 MOST_PLACES = 16  # of one string that are looked at, the latest ones
 # Most extensions in a text: linear time, whatever the text.
 _RUNS_PER_TOKEN = 1 / 16

@@ -24,8 +24,8 @@ def gains_from(prompt: Prompt, earlier: Prompt) -> bool:
     """Whether a prompt finds more of its rows in memory, or stored, once the `earlier` one is prefilled."""
     if prompt.request.cold or prompt.request.tenant != earlier.request.tenant:
         return False
-    if prompt.flight is not None and earlier.flight is not None and prompt.flight.waits_for(earlier.flight):
-        return True
+    if earlier.flight is not None and earlier.flight.is_owner:  # it computes text apart, not yet its prompt
+        return prompt.flight is not None and prompt.flight.waits_for(earlier.flight)
     layout = prompt.layout
     rows = common_length(layout.token_ids, earlier.layout.token_ids)
     if len(layout.prefix) < rows <= exact_anyway(layout):

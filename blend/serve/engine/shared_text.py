@@ -12,9 +12,8 @@ import numpy as np
 
 from blend.layout import Place, PlaceOrigin, PromptLayout, Tokens
 from blend.model.passes import Resume, Steps
-from blend.serve.prompts.cutter import LEAST_PIECE
 from blend.serve.removed import removed_from
-from blend.serve.token_index import TokenIndex, digest_of
+from blend.serve.token_index import LEAST_PIECE, TokenIndex, digest_of
 
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary

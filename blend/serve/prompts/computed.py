@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blend.layout import PlaceOrigin, Span
-from blend.serve.prompts.cutter import LEAST_PIECE
 from blend.serve.reasons import EDITED, NEW, REFUSED, TOO_SHORT, ComputedPart, Word
-from blend.serve.token_index import Flags, Ids, TextRun, digest_of, stretches
+from blend.serve.token_index import LEAST_PIECE, Flags, Ids, TextRun, digest_of, stretches
 
 if TYPE_CHECKING:
     from blend.layout import PromptLayout

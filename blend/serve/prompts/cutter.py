@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from blend.layout import Span
-from blend.serve.token_index import Ids, sliding
+from blend.serve.token_index import LEAST_PIECE, Ids, sliding
 
-LEAST_PIECE = 48  # tokens
 MOST_PIECE = 512
 REACH = 96  # pieces then have about 200 tokens
 _AROUND = 4  # tokens on each side of a boundary that its hash depends on

@@ -12,9 +12,19 @@ from blend.layout import Place, PlaceOrigin, PromptLayout, Span, is_composable
 from blend.serve.flights import Flight
 from blend.serve.prompt import Cited, nothing_before
 from blend.serve.prompts.computed import ComputedText, Past
-from blend.serve.prompts.cutter import LEAST_PIECE, Cutter
+from blend.serve.prompts.cutter import Cutter
 from blend.serve.reasons import NEW, ComputedPart
-from blend.serve.token_index import Flags, Ids, Name, Offsets, TextRun, TokenIndex, digest_of, longest_first
+from blend.serve.token_index import (
+    LEAST_PIECE,
+    Flags,
+    Ids,
+    Name,
+    Offsets,
+    TextRun,
+    TokenIndex,
+    digest_of,
+    longest_first,
+)
 from blend_retrieval import Chunk
 
 # At most so many tokens of new text are not learned; with passages in the prompt more, because the text asks about them.
