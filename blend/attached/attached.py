@@ -26,10 +26,10 @@ from blend.prefill.blender import Blend, Blender
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.rag import Rag
 from blend.serve.engine.savings import reason_against
-from blend.serve.prompts.cutter import LEAST_PIECE
 from blend.serve.prompts.reuse import PromptSearch
 from blend.serve.prompts.tenant import TenantState
 from blend.serve.prompts.trusted import trusted_chunks
+from blend.serve.token_index import LEAST_PIECE
 from blend.stopwatch import Progress, no_progress
 from blend.store import open_store
 

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from blend.layout import Tokens
-from blend.serve.prompts.cutter import LEAST_PIECE
-from blend.serve.token_index import TokenIndex, digest_of, longest_first
+from blend.serve.token_index import LEAST_PIECE, TokenIndex, digest_of, longest_first
 
 MOST_SEEN = 4096  # pieces of text
 

@@ -32,7 +32,7 @@ class Flight:
 
     Args:
         lengths: of the texts that it brings, by their digests.
-        others: the flights of the same end user.
+        companions: the flights of the same end user.
         index: finds their texts.
         computed: the texts whose caches one of these has computed, by their digests; all of them share it.
         estimate: see `Estimate`.
@@ -47,7 +47,7 @@ class Flight:
     def __init__(
         self,
         lengths: Mapping[bytes, int],
-        others: WeakSet[Flight],
+        companions: WeakSet[Flight],
         index: TokenIndex[bytes],
         computed: set[bytes],
         estimate: Estimate,
@@ -57,7 +57,7 @@ class Flight:
         self.computed = computed
         self.ended = False
         self.joined = 0
-        self._others = others
+        self._companions = companions
         self._estimate = estimate
         self._shared = set[bytes]()
         self.is_owner = False
@@ -66,10 +66,10 @@ class Flight:
         self._compare()
 
     def _compare(self) -> None:
-        for other in list(self._others):
-            common = self.lengths.keys() & other.lengths.keys()
-            if common and other is not self and not other.ended:
-                for flight in (self, other):
+        for companion in list(self._companions):
+            common = self.lengths.keys() & companion.lengths.keys()
+            if common and companion is not self and not companion.ended:
+                for flight in (self, companion):
                     flight._shared |= common
                     flight.joined += 1
 
@@ -88,9 +88,9 @@ class Flight:
     def awaited(self) -> Counter[bytes]:
         """Its texts that others in flight would still compute, each with the number of these others."""
         counts = Counter[bytes]()
-        for other in list(self._others) if self._shared else ():
-            if other is not self and not other.ended:
-                counts.update(self._shared & other.lengths.keys())
+        for companion in list(self._companions) if self._shared else ():
+            if companion is not self and not companion.ended:
+                counts.update(self._shared & companion.lengths.keys())
         return counts
 
     @contextmanager
@@ -131,9 +131,13 @@ class Flight:
     @property
     def has_stalled_owner(self) -> bool:
         """Whether the store stalls a request that computes text of this one: it is then no place to put a cache."""
-        others = [other for other in list(self._others) if other is not self and other.is_owner and not other.ended]
-        common = [(other, self.lengths.keys() & other.lengths.keys()) for other in others]
-        return any(names and other.is_overdue(names) for other, names in common)
+        owners = [
+            companion
+            for companion in list(self._companions)
+            if companion is not self and companion.is_owner and not companion.ended
+        ]
+        common = [(owner, self.lengths.keys() & owner.lengths.keys()) for owner in owners]
+        return any(names and owner.is_overdue(names) for owner, names in common)
 
     def end(self) -> None:
         """It waits for no text any more."""
@@ -178,25 +182,27 @@ class Flights:
             if begun is not None and begun != self.begun(user):
                 return None
             self._forget_ended()
-            theirs = self._users.setdefault(user, _UsersFlights())
+            users_flights = self._users.setdefault(user, _UsersFlights())
             lengths = {name: len(text) for name, text in named.items()}
-            flight = Flight(lengths, theirs.flights, theirs.index, theirs.computed, self._estimate)
-            theirs.flights.add(flight)
-            theirs.begun += 1
-            theirs.index.update((), {name: text for name, text in named.items() if name not in theirs.index})
+            flight = Flight(lengths, users_flights.flights, users_flights.index, users_flights.computed, self._estimate)
+            users_flights.flights.add(flight)
+            users_flights.begun += 1
+            users_flights.index.update(
+                (), {name: text for name, text in named.items() if name not in users_flights.index}
+            )
             return flight
 
     def _forget_ended(self) -> None:
         """Forget the texts of which no request is in flight any more."""
-        for user, theirs in list(self._users.items()):
-            going = [flight for flight in theirs.flights if not flight.ended]
+        for user, users_flights in list(self._users.items()):
+            going = [flight for flight in users_flights.flights if not flight.ended]
             if not going:
                 del self._users[user]
                 continue
             names = {name for flight in going for name in flight.lengths}
-            theirs.computed &= names
-            if gone := set(theirs.index.names) - names:
-                theirs.index.update(gone, {})
+            users_flights.computed &= names
+            if ended_names := set(users_flights.index.names) - names:
+                users_flights.index.update(ended_names, {})
 
 
 def landing(flight: Flight, on_event: Callable[[Event], None]) -> Callable[[Event], None]:

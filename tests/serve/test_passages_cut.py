@@ -10,8 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from blend.serve.prompts.cutter import LEAST_PIECE, MOST_PIECE, REACH, Cutter
-from blend.serve.token_index import Ids
+from blend.serve.prompts.cutter import MOST_PIECE, REACH, Cutter
+from blend.serve.token_index import LEAST_PIECE, Ids
 
 DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 NEAR = REACH + 8  # the hash of a boundary looks at a few tokens more

@@ -105,10 +105,10 @@ class SharedText:
         """The texts to compute now, in the prompt's order; none if that saves too little."""
         if flight.has_stalled_owner:
             return ()
-        others = flight.awaited()
-        names = [name for name in self._lacking(flight, texts) if others[name]]
+        counts = flight.awaited()
+        names = [name for name in self._lacking(flight, texts) if counts[name]]
         blended = 1 - max(self._config.ratio, self._blender.uncorrected_ratio)
-        saved = sum(len(texts[name]) * ((others[name] + 1) * blended - 1) for name in names)
+        saved = sum(len(texts[name]) * ((counts[name] + 1) * blended - 1) for name in names)
         if self._prompt.learn is None or saved <= self._least_gain + len(names) * self._blender.decoder.pass_rows:
             return ()
         admitted = self._prompt.learn(self._library, [texts[name] for name in names])
