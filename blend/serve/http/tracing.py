@@ -23,7 +23,8 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _PARTS = ("receive", "queue", "load", "prefill", "decode")
 _LOADING = ("load", "reposition")
 _ATTRIBUTES = (
-    *("method", "reason", "rows", "rows_computed", "rows_reused", "rows_inexact", "rows_moved", "rows_shared", "rows_ahead"),
+    *("method", "reason", "rows", "rows_computed", "rows_reused", "rows_inexact"),
+    *("rows_moved", "rows_shared", "rows_ahead"),
     *("hits", "chunks", "missing", "bytes_loaded"),
 )
 """Figures of the prompt that its span has."""
