@@ -44,10 +44,12 @@ def test_the_notebook_is_kept_with_what_it_shows():
 
 @pytest.mark.real
 def test_the_notebook_runs_in_a_fresh_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
-    for name in set(os.environ) - set(environment()):
+    env = environment()
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [env["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+    for name in set(os.environ) - set(env):
         monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     place = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3", resources=place).execute()
