@@ -36,6 +36,7 @@ class Flight:
         index: finds their texts.
         computed: the texts whose caches one of these has computed, by their digests; all of them share it.
         estimate: see `Estimate`.
+        on_end: called when it ends.
 
     Attributes:
         ended: whether it waits for no text any more: its prefill has ended.
@@ -51,10 +52,12 @@ class Flight:
         index: TokenIndex[bytes],
         computed: set[bytes],
         estimate: Estimate,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.lengths = dict(lengths)
         self.index = index
         self.computed = computed
+        self._on_end = on_end
         self.ended = False
         self.joined = 0
         self._companions = companions
@@ -141,7 +144,9 @@ class Flight:
 
     def end(self) -> None:
         """It waits for no text any more."""
-        self.ended = True
+        if not self.ended:
+            self.ended = True
+            self._on_end()
 
 
 class _UsersFlights:
@@ -164,6 +169,7 @@ class Flights:
 
     def index(self, user: str) -> TokenIndex[bytes]:
         """Finds an end user's texts in flight in prompts; their digests are its names."""
+        self.forget_ended()
         users_flights = self._users.get(user)
         return TokenIndex() if users_flights is None else users_flights.index
 
@@ -184,13 +190,25 @@ class Flights:
             self._forget_ended()
             users_flights = self._users.setdefault(user, _UsersFlights())
             lengths = {name: len(text) for name, text in named.items()}
-            flight = Flight(lengths, users_flights.flights, users_flights.index, users_flights.computed, self._estimate)
+            flight = Flight(
+                lengths,
+                users_flights.flights,
+                users_flights.index,
+                users_flights.computed,
+                self._estimate,
+                self.forget_ended,
+            )
             users_flights.flights.add(flight)
             users_flights.begun += 1
             users_flights.index.update(
                 (), {name: text for name, text in named.items() if name not in users_flights.index}
             )
             return flight
+
+    def forget_ended(self) -> None:
+        """Forget the texts of which no request is in flight any more: nothing of a deleted session may stay."""
+        with self._lock:
+            self._forget_ended()
 
     def _forget_ended(self) -> None:
         """Forget the texts of which no request is in flight any more."""
