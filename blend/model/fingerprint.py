@@ -7,7 +7,7 @@ built in memory, or changed since it was loaded, it is the digest of its paramet
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
@@ -50,10 +50,21 @@ def parameters_digest(model: torch.nn.Module) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
-        dense = tensor.to_dense() if tensor.is_mkldnn else tensor
-        numbers = dense.detach().contiguous().cpu()
-        digest.update(numbers.flatten().view(torch.uint8).numpy())
+        for part in _parts(tensor):
+            dense = part.to_dense() if part.is_mkldnn else part
+            numbers = dense.detach().contiguous().cpu()
+            digest.update(numbers.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor consists of; those of torchao hold numbers, scales and zero points."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _parts(getattr(tensor, name))
 
 
 def unchanged_checkpoint_digest(model: torch.nn.Module) -> str | None:
@@ -67,7 +78,9 @@ def unchanged_checkpoint_digest(model: torch.nn.Module) -> str | None:
     shards = [file for file in files if file.suffix == ".safetensors"]
     stamps = tuple(map(_stamp, files))
     state = model.state_dict()
-    is_plain = all(tensor.layout is torch.strided for tensor in state.values())
+    is_plain = all(
+        tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__") for tensor in state.values()
+    )
     if not shards or not is_plain or not _holds(shards, state):
         return None
     return checkpoint_digest(location, unless_changed_since=stamps)

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 import transformers
 from models import CORE, build, tokenizer
+from torch.testing._internal.two_tensor import TwoTensor
 
 from blend.layout import PromptLayout
 from blend.model import decoder, fingerprint
@@ -226,3 +227,18 @@ def test_a_checkpoint_that_lacks_a_tensor_does_not_name_the_model(tmp_path):
     safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
     decoders = [Decoder(loaded_by_others(folder), tokenizer()) for _ in range(2)]
     assert decoders[0].fingerprint != decoders[1].fingerprint
+
+
+def test_a_tensor_of_parts_counts_with_all_of_them():
+    """As torchao's quantised weights: numbers, scales and zero points."""
+
+    class Quantised(torch.nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.register_buffer("weight", TwoTensor(torch.ones(2, 3), torch.full((2, 3), scale)))
+
+    def digest_of(scale: float) -> str:
+        return parameters_digest(Quantised(scale))
+
+    assert digest_of(0.5) == digest_of(0.5)
+    assert digest_of(0.5) != digest_of(0.25)
