@@ -15,7 +15,7 @@ from blend.serve.failures import LOG
 
 
 @pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+def lines() -> Iterator[list[dict[str, Any]]]:
     """What is logged."""
     records = list[dict[str, Any]]()
 
@@ -24,10 +24,12 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             records.append(logged(record))
 
     handler = Handler()
-    monkeypatch.setattr(LOG, "level", logging.INFO)
+    level = LOG.level
+    LOG.setLevel(logging.INFO)  # clears what the logger remembers of its level
     LOG.addHandler(handler)
     yield records
     LOG.removeHandler(handler)
+    LOG.setLevel(level)
 
 
 def test_a_line_every_ten_seconds(lines: list[dict[str, Any]]) -> None:
