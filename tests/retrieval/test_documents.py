@@ -135,7 +135,7 @@ def test_rst_with_sphinx_markup_keeps_its_text(tmp_path, capfd):
 def test_missing_parser_names_the_command(tmp_path, monkeypatch, suffix, package):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / f"a{suffix}").write_bytes(b"text")
-    with pytest.raises(DocumentsError, match=r"pip install 'kvblend\[docs\]'"):
+    with pytest.raises(DocumentsError, match=r"pip install .*docs"):
         load_documents(tmp_path)
     (tmp_path / "b.md").write_text("text")
     assert [d.id for d in load_documents(tmp_path).documents] == ["b.md"]
