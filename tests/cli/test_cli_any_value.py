@@ -77,7 +77,7 @@ def check(name: str, flag: str, value: str) -> None:
         assert not isinstance(number, float) or math.isfinite(number)
         assert not isinstance(number, int) or abs(number) < 2**63
     if flag == "--selector":
-        spec = options["selector"]
+        (spec,) = options["selectors"] if "selectors" in options else (options["selector"],)
         assert make_selector(spec) == make_selector(value)
         assert make_selector(spec).spec == spec
         assert spec.isprintable()
@@ -96,6 +96,7 @@ def test_a_value_is_refused_in_one_line_or_good_for_all(which, value):
 
 @settings(max_examples=600, deadline=None, derandomize=True)
 @given(name=st.sampled_from(["answer", "report", "analyze"]), spec=SPECS)
+@example("report", "hkvd:check_layer=١٢")
 @example("answer", "hkvd:" + ",".join(["lead=1"] * 5000))
 def test_a_spec_is_refused_in_one_line_or_good_for_all(name, spec):
     check(name, "--selector", spec)
