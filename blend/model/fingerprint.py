@@ -57,7 +57,7 @@ def parameters_digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _parts(tensor: Any) -> Iterator[Any]:
     """The plain tensors that a tensor consists of; those of torchao hold numbers, scales and zero points."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
