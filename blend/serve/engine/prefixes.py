@@ -254,9 +254,8 @@ class PrefixCache:
         for key, entry in self._conversations.items():
             length = len(key.prompt)
             is_theirs = key.owner == owner and key.author in ("", author)
-            least = (
-                min(length, entry.cache.tokens) + 1
-            )  # the last row is computed; the same prompt may ask for a part again
+            # The last row is computed. A prompt that was given up has rows for a part, and may be the same.
+            least = min(length, entry.cache.tokens) + 1
             goes_on = is_theirs and least <= len(ids) and ids[:length] == key.prompt
             if not goes_on or not entry.rows.quality.includes(quality):
                 continue

@@ -34,9 +34,8 @@ class ProgressLog:
         seconds = now - self._logged_at
         if seconds < EVERY_S or rows_run >= rows_to_run:
             return
-        rows_a_second = (
-            max(0, rows_run - self._logged_rows) / seconds
-        )  # later rows take longer: what the last ones took
+        # Of the last rows alone: later rows take longer.
+        rows_a_second = max(0, rows_run - self._logged_rows) / seconds
         self._logged_at = now
         self._logged_rows = rows_run
         fields = {"id": self._id, "prompt": self._prompt_rows, "computed": rows_run, "of": rows_to_run}

@@ -315,8 +315,8 @@ class PromptPrefill(Stepper["Blend"]):
         return self._larger(self.blend.quality)
 
     def _larger(self, estimate: Estimate | None) -> Estimate | None:
-        estimates = [known for known in (estimate, self._estimate) if known is not None]
-        return max(estimates, key=lambda known: known.kl, default=None)
+        estimates = [each for each in (estimate, self._estimate) if each is not None]
+        return max(estimates, key=lambda each: each.kl, default=None)
 
     def started(self) -> Started:
         """What it has cost, and what of it came from where."""
