@@ -21,14 +21,26 @@ def write(folder, **files):
         (folder / name.replace("_", ".")).write_bytes(data)
 
 
-def children():
-    listing = subprocess.run(
-        ["ps", "-o", "stat=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False
-    )
-    return [line for line in listing.stdout.splitlines() if "reader_process" in line or line.startswith("Z")]
+@pytest.fixture
+def processes(monkeypatch):
+    """Every process that was started, in order."""
+    started = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    return started
 
 
-def test_a_folder_is_read_as_in_this_process(tmp_path):
+def have_ended(processes):
+    """Whether there were some, and each has ended and was waited for."""
+    return bool(processes) and all(process.returncode is not None for process in processes)
+
+
+def test_a_folder_is_read_as_in_this_process(processes, tmp_path):
     write(
         tmp_path,
         a_md="# Grüße\n\nA bell. 🔔".encode(),
@@ -46,7 +58,7 @@ def test_a_folder_is_read_as_in_this_process(tmp_path):
         loaded = load_documents(tmp_path, text_field="body", read=reader.read)
     assert loaded == load_documents(tmp_path, text_field="body")
     assert len(loaded.documents) == 6
-    assert not children()
+    assert have_ended(processes)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +69,14 @@ def test_a_folder_is_read_as_in_this_process(tmp_path):
     ],
     ids=["seconds", "memory"],
 )
-def test_a_file_beyond_the_limits_is_skipped_alone(tmp_path, limits, hostile, reason):
+def test_a_file_beyond_the_limits_is_skipped_alone(processes, tmp_path, limits, hostile, reason):
     write(tmp_path, a_md=b"A bell.", c_md=b"A mill.", d_pdf=minimal_pdf("A harbour"), **hostile)
     (name,) = (name.replace("_", ".") for name in hostile)
     with ReaderProcess(limits) as reader:
         loaded = load_documents(tmp_path, read=reader.read)
     assert [document.text for document in loaded.documents] == ["A bell.", "A mill.", "A harbour"]
     assert loaded.skipped == (SkippedDocument(str(tmp_path / name), reason, (name,)),)
-    assert not children()
+    assert have_ended(processes)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +86,13 @@ def test_a_file_beyond_the_limits_is_skipped_alone(tmp_path, limits, hostile, re
         (signal.SIGSEGV, "cannot be read: it ended its reader (SIGSEGV)"),
     ],
 )
-def test_a_file_that_ends_its_process_is_tried_in_a_new_one_and_then_skipped(tmp_path, number, reason):
+def test_a_file_that_ends_its_process_is_tried_in_a_new_one_and_then_skipped(processes, tmp_path, number, reason):
     write(tmp_path, a_md=b"A bell.", b_rst=SLOW)
-    ended = []
+    ended = set()
 
     def end(name, *_):
-        for process in children_of_reader():  # none while what an ended one had written is read
-            ended.append(process)
-            os.kill(process, number)
+        processes[-1].send_signal(number)
+        ended.add(processes[-1].pid)
 
     with ReaderProcess(progress=end) as reader:
         reader.read(tmp_path / "a.md", "text")
@@ -89,19 +100,13 @@ def test_a_file_that_ends_its_process_is_tried_in_a_new_one_and_then_skipped(tmp
         with pytest.raises(UnreadableError) as error:
             reader.read(tmp_path / "b.csv", "text")
         assert str(error.value) == reason
-        assert len(set(ended)) == 2
+        assert len(ended) == 2
+        assert len(processes) == 2
         assert reader.read(tmp_path / "a.md", "text")[0].text == "A bell."
-    assert not children()
+    assert have_ended(processes)
 
 
-def children_of_reader():
-    listing = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True, check=False
-    )
-    return [int(line.split()[0]) for line in listing.stdout.splitlines() if "reader_process" in line]
-
-
-def test_giving_up_ends_the_process(tmp_path):
+def test_giving_up_ends_the_process(processes, tmp_path):
     write(tmp_path, b_csv=b"a,b\n" + b"1,2\n" * 1_200_000)
 
     def give_up(*_):
@@ -109,4 +114,4 @@ def test_giving_up_ends_the_process(tmp_path):
 
     with ReaderProcess(progress=give_up) as reader, pytest.raises(KeyboardInterrupt):
         reader.read(tmp_path / "b.csv", "text")
-    assert not children()
+    assert have_ended(processes)
