@@ -9,7 +9,7 @@ import torch
 from offline import COUNT, Engine
 from tiny import save_model
 
-from blend.chunks.encode import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.config import BlendConfig
 from blend.layout import PromptLayout
 from blend.model.decoder import Decoder

@@ -15,7 +15,7 @@ from caches import Caches, prompt
 from offline import ticketed
 from tiny import save_model
 
-from blend.chunks.encode import leave_probe
+from blend.chunks.probe import leave_probe
 from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
