@@ -61,6 +61,11 @@ class RowDecoder(ABC):
         return [*with_kv, *range(depth, len(self.layers))]
 
     @property
+    def pass_rows(self) -> float:
+        """Rows of a long pass that take as long as the launches of blending's two passes; 0 where nothing is timed."""
+        return 0.0
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Hex digest of the weights and of every configuration entry that the computation depends on."""

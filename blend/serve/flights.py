@@ -37,6 +37,7 @@ class Flight:
         computed: the texts whose caches one of these has computed, by their digests; all of them share it.
         estimate: see `Estimate`.
         on_end: called when it ends.
+        announced: how many others are known to bring a text, by its digest, though they have not begun here.
 
     Attributes:
         ended: whether it waits for no text any more: its prefill has ended.
@@ -53,24 +54,26 @@ class Flight:
         computed: set[bytes],
         estimate: Estimate,
         on_end: Callable[[], None] = lambda: None,
+        announced: Mapping[bytes, int] | None = None,
     ) -> None:
         self.lengths = dict(lengths)
         self.index = index
         self.computed = computed
         self._on_end = on_end
         self.ended = False
-        self.joined = 0
+        self._announced = Counter(announced)
+        self.joined = max(self._announced.values(), default=0)
         self._companions = companions
         self._estimate = estimate
-        self._shared = set[bytes]()
+        self._shared = set(self._announced)
         self.is_owner = False
         self._stalled_at: float | None = None
         self._stalled_s = 0.0
-        self._compare()
+        self._compare(self.lengths)
 
-    def _compare(self) -> None:
+    def _compare(self, names: Iterable[bytes]) -> None:
         for companion in list(self._companions):
-            common = self.lengths.keys() & companion.lengths.keys()
+            common = set(names) & companion.lengths.keys()
             if common and companion is not self and not companion.ended:
                 for flight in (self, companion):
                     flight._shared |= common
@@ -78,9 +81,11 @@ class Flight:
 
     def bring(self, texts: Iterable[Tokens]) -> None:
         """The request brings these texts, too: parts of its own that others bring."""
-        self.lengths = {**self.lengths, **{digest_of(text): len(text) for text in texts}}
+        lengths = {digest_of(text): len(text) for text in texts}
+        added = lengths.keys() - self.lengths.keys()
+        self.lengths = {**self.lengths, **lengths}
         joined = self.joined
-        self._compare()
+        self._compare(added)
         self.joined = joined
 
     @property
@@ -94,7 +99,7 @@ class Flight:
         for companion in list(self._companions) if self._shared else ():
             if companion is not self and not companion.ended:
                 counts.update(self._shared & companion.lengths.keys())
-        return counts
+        return counts | self._announced
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -178,10 +183,21 @@ class Flights:
         users_flights = self._users.get(user)
         return 0 if users_flights is None else users_flights.begun
 
-    def begin(self, user: str, texts: Collection[Tokens], begun: int | None = None) -> Flight | None:
+    def begin(
+        self,
+        user: str,
+        texts: Collection[Tokens],
+        begun: int | None = None,
+        announced: Mapping[bytes, int] | None = None,
+    ) -> Flight | None:
         """Announce the texts of a request.
 
-        begun: `Flights.begun` before the request's text was searched; None is returned if another one has begun since.
+        Args:
+            user: whose it is.
+            texts: those that it brings.
+            begun: `Flights.begun` before the request's text was searched; None is returned if another one has begun since.
+            announced: as of `Flight`.
+
         """
         named = {digest_of(text): text for text in texts}
         with self._lock:
@@ -197,6 +213,7 @@ class Flights:
                 users_flights.computed,
                 self._estimate,
                 self.forget_ended,
+                announced,
             )
             users_flights.flights.add(flight)
             users_flights.begun += 1

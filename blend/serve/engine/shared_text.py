@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,6 +18,7 @@ from blend.serve.token_index import LEAST_PIECE, TokenIndex, digest_of
 if TYPE_CHECKING:
     from blend.chunks.library import ChunkLibrary
     from blend.config import BlendConfig
+    from blend.model.row_decoder import RowDecoder
     from blend.prefill.blender import Blender
     from blend.serve.flights import Flight
     from blend.serve.prompt import Prompt
@@ -40,7 +41,7 @@ class SharedText:
 
     """
 
-    def __init__(self, prompt: Prompt, blender: Blender, config: BlendConfig, least_gain: int) -> None:
+    def __init__(self, prompt: Prompt, blender: Blender[RowDecoder], config: BlendConfig, least_gain: int) -> None:
         self._prompt = prompt
         self._blender = blender
         self._config = config
@@ -74,25 +75,18 @@ class SharedText:
         with flight.owning():
             with flight.stalled():
                 yield Resume.BACKGROUND
-                layout = self._divided(flight, layout)
-                flight.bring(_brought(layout, 0))
-                named = {digest_of(text): text for text in _brought(layout, start)}
+                layout = divided(layout, flight)
+                flight.bring(brought(layout))
+                named = {digest_of(text): text for text in brought(layout, start)}
                 texts = {name: text for name, text in named.items() if name in flight.shared}
                 awaited = self._awaited(flight, texts)
             for name in awaited:
                 yield from self._compute(flight, name, texts[name], most_rows)
             with flight.stalled():
                 yield Resume.BACKGROUND
-                self.texts |= self._stored(flight, texts)
-        return _with_learned(layout, self.texts)
-
-    def _divided(self, flight: Flight, layout: PromptLayout) -> PromptLayout:
-        """The prompt, whose new pieces are divided where other requests in flight have parts of them as theirs."""
-        places = list[Place]()
-        for place in layout.places:
-            is_whole = place.origin is not PlaceOrigin.NEW or digest_of(place.tokens) in flight.computed
-            places += [place] if is_whole else _parts(place, flight.index)
-        return replace(layout, places=tuple(places))
+                stored = self._stored(flight, texts)
+                self.texts |= {text for name, text in stored.items() if self._is_new(text) or name in flight.computed}
+        return with_learned(layout, self.texts)
 
     @property
     def _library(self) -> ChunkLibrary:
@@ -119,15 +113,20 @@ class SharedText:
         library = self._library
         keys = [self._key(library, text) for text in texts.values()]
         missing = {key.chunk for key in library.missing_of(keys)}
-        learned = {place.stored for place in self._prompt.layout.places}
         return [
-            name for name, text in texts.items() if text in missing or not (text in learned or name in flight.computed)
+            name
+            for name, text in texts.items()
+            if text in missing or (self._is_new(text) and name not in flight.computed)
         ]
 
-    def _stored(self, flight: Flight, texts: Mapping[bytes, Tokens]) -> frozenset[Tokens]:
+    def _is_new(self, text: Tokens) -> bool:
+        """Whether it was not learned text when the prompt was made."""
+        return all(place.stored != text for place in self._prompt.layout.places)
+
+    def _stored(self, flight: Flight, texts: Mapping[bytes, Tokens]) -> Mapping[bytes, Tokens]:
         """The texts that are stored now."""
         lacking = set(self._lacking(flight, texts))
-        return frozenset(text for name, text in texts.items() if name not in lacking)
+        return {name: text for name, text in texts.items() if name not in lacking}
 
     def _compute(self, flight: Flight, name: bytes, text: Tokens, most_rows: Callable[[], int]) -> Steps[None]:
         """Compute and store the cache of a text, unless another request has done so, or the store takes too long."""
@@ -145,7 +144,16 @@ class SharedText:
         flight.computed.add(name)
 
 
-def _brought(layout: PromptLayout, start: int) -> list[Tokens]:
+def divided(layout: PromptLayout, flight: Flight) -> PromptLayout:
+    """The prompt, whose new pieces are divided where other requests in flight have parts of them as theirs."""
+    places = list[Place]()
+    for place in layout.places:
+        is_whole = place.origin is not PlaceOrigin.NEW or digest_of(place.tokens) in flight.computed
+        places += [place] if is_whole else _parts(place, flight.index)
+    return replace(layout, places=tuple(places))
+
+
+def brought(layout: PromptLayout, start: int = 0) -> list[Tokens]:
     """The text that the request brings from row `start` on."""
     pairs = zip(layout.places, layout.chunk_spans, strict=True)
     return [place.whole for place, span in pairs if place.is_brought and span.start >= start]
@@ -161,11 +169,13 @@ def _parts(place: Place, index: TokenIndex[bytes]) -> list[Place]:
         if free[run.rows].all():
             free[run.rows] = False
             borders |= {run.start, run.stop}
+    if len(borders) == 2:  # a document may be shorter than a piece
+        return [place]
     parts = [tokens[start:stop] for start, stop in pairwise(sorted(borders))]
     return [Place(part, PlaceOrigin.NEW if len(part) >= LEAST_PIECE else PlaceOrigin.TEXT) for part in parts]
 
 
-def _with_learned(layout: PromptLayout, texts: frozenset[Tokens]) -> PromptLayout:
+def with_learned(layout: PromptLayout, texts: Collection[Tokens]) -> PromptLayout:
     """The prompt, in which these texts are learned text."""
     places = [
         place._replace(origin=PlaceOrigin.LEARNED)
