@@ -3,7 +3,8 @@
 One server, asked through its service by as many threads as there are agents. Rows are those of every pass, caches of text
 included, until the last agent has its first token. `one` is a single agent at a server that is as new. KL is to full prefill
 of the same prompt, over an answer: "served", by the rows that the server has of it, and "learned", of the prompt blended from
-caches alone once all text is learned, which is what the same request costs in quality later.
+caches alone once all text is learned, which is what the same request costs in quality later. The difference of both has a 95 %
+interval over the agents.
 """
 
 from __future__ import annotations
@@ -189,13 +190,13 @@ def distances(agents: Subagents, answered: Sequence[Agent], most: int) -> Row:
     blender = agents.rag.blender
     prefixes = agents.service.engine.prefixes
     agents.settle()
-    served = list[float]()
+    served = list[float | None]()
     learned = list[float]()
     for number, agent in enumerate(answered[:most]):
         prompt = agents.service.prepare(agent.prompt.request)
         distance = Distances.of(prompt, blender, prefixes)
         learned.append(distance.blended)
-        served += [] if distance.served is None else [distance.served]
+        served.append(distance.served)
         say(f"KL {number + 1} of {most}: {distance}")
     return {"kl_served": served, "kl_learned": learned}
 
@@ -223,7 +224,6 @@ def agents_table(results: Results) -> Iterator[str]:
     lines = []
     for row in rows:
         one, every = row["one"], row["all"]
-        kl = [f"{mean(row[name]):.2g}" if row.get(name) else None for name in ("kl_served", "kl_learned")]
         lines.append(
             [
                 row["agents"],
@@ -234,11 +234,26 @@ def agents_table(results: Results) -> Iterator[str]:
                 f"{one['last_s']:.1f} s",
                 f"{every['first_s']:.1f} s",
                 f"{every['last_s']:.1f} s",
-                *kl,
+                *compared(row),
             ]
         )
     heads = "agents | ratio | rows of one | of all | times | one's first token | first | last | KL served | learned"
+    heads += " | difference"
     yield from markdown(heads, lines)
+
+
+def compared(row: Row) -> list[str | None]:
+    """Mean KL as served and of learned text, and their difference with its interval, over the agents that have both."""
+    from blend.intervals import paired_interval
+
+    pairs = zip(row.get("kl_served", ()), row.get("kl_learned", ()), strict=False)
+    both = [(served, learned) for served, learned in pairs if served is not None]
+    if not both:
+        return [None, None, None]
+    served, learned = zip(*both, strict=True)
+    difference = paired_interval(served, learned)
+    interval = f"{difference.mean:.2g} ({difference.low:.2g} to {difference.high:.2g})"
+    return [f"{mean(served):.2g}", f"{mean(learned):.2g}", interval]
 
 
 def agents_command(arguments: Sequence[str]) -> int:

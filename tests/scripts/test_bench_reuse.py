@@ -4,8 +4,10 @@ import json
 import random
 import sys
 
+import pytest
 from commands import ROOT, module, printed
 
+from blend.serve.engine.profile import PrefillProfile
 from tests.serve.tool_templates import QWEN
 from tests.tiny_model import save_tiny_model
 from tests.towns import documents
@@ -52,6 +54,28 @@ def test_every_case_reuses_what_recurs(tmp_path):
     least = {**dict.fromkeys(("passages", "edits", "code", "rewritten"), 0.8), "conversation": 0.5, "novel": 0.55}
     assert rows.keys() == least.keys()
     assert {name: row["reused"] for name, row in rows.items() if row["reused"] <= least[name]} == {}
+
+
+def test_agents_that_begin_together_compute_their_files_once(tmp_path):
+    file = tmp_path / "r.json"
+    small = ("--agents", 4, "--tokens", 600, "--kl-records", 2)
+    given = ("bench_reuse", "subagents", "--json", file, "--model", tiny(tmp_path, ROOT), *small)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillProfile, "seconds", lambda profile, rows: 60.0)  # a tiny model computes faster than a disk
+        printed(*given)
+    [row] = json.loads(file.read_text())["subagents"]
+    one, every = row["one"], row["all"]
+    assert one["rows"] >= one["computed"][0] > 4 * 600 * 0.95
+    assert len(every["computed"]) == len(every["ttft_s"]) == 4
+    assert every["first_s"] <= every["last_s"] == max(every["ttft_s"])
+    # Pieces at the borders of files differ from prompt to prompt, so they are computed by each.
+    assert sum(every["ahead"]) > 0.5 * one["prompt_rows"]
+    assert sum(every["computed"]) + sum(every["ahead"]) < every["rows"] < 0.8 * 4 * one["prompt_rows"]
+    assert len(row["kl_learned"]) == 2
+    assert all(0 < kl < 0.1 for kl in row["kl_learned"])
+    assert all(kl is None or 0 < kl < 0.1 for kl in row["kl_served"])
+    [line] = [line for line in printed(*given, "--show").splitlines() if line.startswith("| 4 |")]
+    assert f"{every['rows'] / one['rows']:.2f}" in line
 
 
 def test_text_behind_edits_is_reused(tmp_path, monkeypatch):
