@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from caches import Caches, prompt, tiny_caches
+from caches import SETTINGS, Caches, prompt, tiny_caches
+from layouts import marked
 from loads_proof import check_edges
 from machines import until
 from offline import COUNT, Engine, ticketed
@@ -41,6 +43,22 @@ def test_two_workers_learn_what_a_prompt_missed(caches: Caches, two_workers: Eng
     assert two_workers.figures(ticketed(layout))["reason"] == "cold"
     until(lambda: not caches.missing(layout), 100)
     assert two_workers.tokens([ticketed(layout)]) == [own.blended(own.layout(401))]
+
+
+def test_two_workers_share_text_of_prompts_that_come_together(caches: Caches, tmp_path: Path) -> None:
+    """The first one decides and stores, both compute; then each chooses the same rows."""
+    first, longer = prompt(402), prompt(402)
+    layouts = [marked(first, new=range(4)), marked(replace(longer, suffix=(7, *longer.suffix)), new=range(4))]
+    options = {"store": str(caches.folder / "store"), "codec": "native", **SETTINGS}
+    with closing(Engine(caches.model, options, tensor_parallel_size=2)) as engine:
+        outputs = engine.outputs(list(map(ticketed, layouts)))
+    shown = [output.kv_transfer_params["kvblend"] for output in outputs]
+    rows = sum(map(len, first.chunks))
+    assert [(each["rows_ahead"], each["rows_shared"]) for each in shown] == [(rows, rows), (0, rows)]
+    own = tiny_caches(tmp_path)
+    own.layout(402)
+    learned = [marked(layout, learned=range(4)) for layout in layouts]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [own.blended(layout) for layout in learned]
 
 
 def test_too_few_blocks(caches: Caches) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Hashable
 from blend.errors import StoreError
 from blend.integrations.vllm.connector import KVBlend
 from blend.integrations.vllm.decoder import Passes
-from blend.integrations.vllm.loads import RowBlender
+from blend.integrations.vllm.loads import BlendedLoad, RowBlender
 from blend.integrations.vllm.row_model import WorkerGroup
 from blend.integrations.vllm.scheduler import Load
-from blend.prefill.blender import Blend
+from blend.serve.flights import Flight
 
 FAILS = 509
 """The last token of prompts that fail: behind the first pass, or, of several workers, in the last one before its first pass."""
@@ -20,12 +20,12 @@ def fails() -> bool:
     return running[0].ticket.layout.suffix[-1] == FAILS
 
 
-def blending_that_fails(blender: RowBlender, load: Load) -> Passes[Blend]:
+def blending_that_fails(blender: RowBlender, load: Load, flight: Flight) -> Passes[BlendedLoad]:
     running[:] = [load]
     if fails() and blender.decoder.workers == 1:
-        next(blending(blender, load))
+        next(blending(blender, load, flight))
         raise StoreError("it fails in a test")
-    return (yield from blending(blender, load))
+    return (yield from blending(blender, load, flight))
 
 
 def together_that_fails(workers: WorkerGroup, step: Callable[[], Hashable]) -> None:

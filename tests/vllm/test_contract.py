@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,13 +12,15 @@ from layouts import marked
 
 from blend.errors import ConfigError, StoreError
 from blend.integrations.vllm.contract import LayoutTicket, Options, Signer, refuse, refuse_version
-from blend.integrations.vllm.decoder import Passes
-from blend.integrations.vllm.loads import LoadQueue
+from blend.integrations.vllm.decoder import Passes, Pause
+from blend.integrations.vllm.loads import BlendedLoad, LoadQueue
 from blend.integrations.vllm.prompts import CHAT, PromptForVLLM
 from blend.integrations.vllm.row_model import WorkerGroup
 from blend.integrations.vllm.scheduler import Load, LoadScheduler, Outcome, StepNews
+from blend.integrations.vllm.shared import LoadText, SharedLoads
 from blend.layout import PromptLayout
 from blend.prefill.prefill import NothingStoredError
+from blend.serve.flights import Flight
 
 SALT = "salt"
 LAYOUTS = {
@@ -160,19 +162,22 @@ class Blending:
         self.queue = LoadQueue(self)  # type: ignore[arg-type]
         self.decoder = SimpleNamespace(model=SimpleNamespace(block_size=16))
         self.background = SimpleNamespace(run=self.turns.append)
+        self.shared = SharedLoads(cast(Any, self.decoder), None)
 
-    def blending(self, load: Load) -> Passes[Any]:
+    def blending(self, load: Load, flight: Flight) -> Passes[Any]:
         layout = load.ticket.layout
         for _ in load.blocks:
             self.passed.append(load.request)
-            yield
+            yield Pause.PASS
             if layout.prefix[0] == 0:
                 raise StoreError("it cannot")
             if layout.prefix[0] == 1:
                 raise NothingStoredError(())
-        figures = SimpleNamespace(**dict.fromkeys(("notes", "quality", "artifact_problems"), ()), uncorrected=False)
+        figures = SimpleNamespace(
+            **dict.fromkeys(("notes", "quality", "artifact_problems", "hits"), ()), uncorrected=False
+        )
         vars(figures).update(layout=layout, problems=("damaged",), selection=SimpleNamespace(rows=torch.arange(20)))
-        return figures
+        return BlendedLoad(cast(Any, figures), LoadText(layout))
 
 
 def load(name: str, rows: int, *, first: int = 9, start: int = 0, arrived: float = 0.0) -> Load:

@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +23,7 @@ from transformers import AutoTokenizer
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.middleware import KVBlend
-from blend.integrations.vllm.prompts import CHAT, LocalPrompts, template_arguments
+from blend.integrations.vllm.prompts import CHAT, LocalPrompts, PromptForVLLM, template_arguments
 from blend.layout import PlaceOrigin
 from blend.serve.prompts.tenant import StoreWatch
 from blend.store import open_store
@@ -33,6 +37,8 @@ FORGED = {"kvblend": {"ticket": "{}"}}
 JSON = ("content-type", "application/json")
 KEY = ("authorization", "Bearer key")
 PATHS = ("/v1/completions", CHAT, "/inference/v1/generate")
+GOES_ON = threading.Event()  # streams end when it is set
+GOES_ON.set()
 
 
 async def _asked(request: Request) -> Response:
@@ -49,6 +55,8 @@ async def _asked(request: Request) -> Response:
 
     async def events() -> Any:
         yield f"data: {json.dumps({'asked': body})}\n\n"
+        while not GOES_ON.is_set():
+            await asyncio.sleep(0.01)
         yield "data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
@@ -271,3 +279,110 @@ def test_the_servers_template_arguments_reach_the_prompt(tokenizer: Any, tmp_pat
     assert ending({"enable_thinking": True}, chat_template_kwargs={"enable_thinking": None}) == "thinks"
     assert ending({"enable_thinking": False}, chat_template_kwargs={"enable_thinking": "auto"}) == "answers"
     assert ending({"enable_thinking": True}, chat_template_kwargs="nonsense") == "thinks"
+
+
+def tickets_together(server: Server, monkeypatch: pytest.MonkeyPatch, bodies: Sequence[Any]) -> list[LayoutTicket]:
+    """What vLLM is told of requests that come together: all are in flight until the last one has been compared."""
+    compared = threading.Barrier(len(bodies))
+    compare = PromptForVLLM.compared
+    make = LocalPrompts.prompt
+    begun = list[Any]()
+
+    def making(prompts: LocalPrompts, body: Any) -> Any:
+        begun.append(body)
+        while len(begun) < len(bodies):
+            time.sleep(0.001)
+        time.sleep(0.6 if body is begun[-1] else 0.5)  # the others are made before, and wait
+        return make(prompts, body)
+
+    def comparing(prompt: PromptForVLLM) -> PromptForVLLM:
+        result = compare(prompt)
+        compared.wait(60)
+        return result
+
+    with monkeypatch.context() as patch, TestClient(server.app) as client, ThreadPoolExecutor(len(bodies)) as pool:
+        patch.setattr(LocalPrompts, "prompt", making)
+        patch.setattr(PromptForVLLM, "compared", comparing)
+        return list(pool.map(lambda body: ticket_of(client, body), bodies))
+
+
+def ticket_of(client: TestClient, body: Any) -> LayoutTicket:
+    """What vLLM is told of a request."""
+    response = client.post(CHAT, json=body, headers={"authorization": "Bearer key"})
+    assert response.status_code == 200, response.text
+    event = response.text.split("\n\n")[0].removeprefix("data: ")
+    return LayoutTicket.read(json.loads(event)["asked"]["kv_transfer_params"]["kvblend"]["ticket"])
+
+
+def agent(number: int, **more: Any) -> Any:
+    """A request with the documents in an order of its own."""
+    order = [*DOCUMENTS[number:], *DOCUMENTS[:number]]
+    return {
+        **BODY,
+        "messages": [{"role": "user", "content": f"Task {number}: how many gates?"}],
+        "documents": order,
+        **more,
+    }
+
+
+def counts(ticket: LayoutTicket) -> set[int]:
+    """How many others bring the texts of a prompt."""
+    places = zip(ticket.layout.places, ticket.awaited or [0] * len(ticket.layout.places), strict=True)
+    return {count for place, count in places if place.origin is PlaceOrigin.NEW}
+
+
+def test_tickets_say_which_text_other_requests_in_flight_bring(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    tickets = tickets_together(server, monkeypatch, [agent(number) for number in range(3)])
+    assert [counts(ticket) for ticket in tickets] == [{2}] * 3
+    texts = [{place.tokens for place in ticket.layout.places if place.is_brought} for ticket in tickets]
+    assert texts[0] == texts[1] == texts[2]
+    assert counts(ticket_of_one(server, agent(0))) == {0}, "they have ended"
+
+
+def ticket_of_one(server: Server, body: Any) -> LayoutTicket:
+    with TestClient(server.app) as client:
+        return ticket_of(client, body)
+
+
+@pytest.mark.parametrize("names", [{"user": "ada"}, {"safety_identifier": "ada"}, {"cache_salt": "hers"}])
+def test_other_end_users_and_salts_are_not_compared(
+    server: Server, monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
+) -> None:
+    one, other, again = tickets_together(server, monkeypatch, [agent(0), agent(1, **names), agent(2)])
+    assert [counts(ticket) for ticket in (one, other, again)] == [{1}, {0}, {1}]
+    assert other.user != one.user == "", "its text is learned apart"
+
+
+def test_a_request_is_in_flight_until_its_first_token(server: Server) -> None:
+    with TestClient(server.app) as client, ThreadPoolExecutor(1) as pool:
+        GOES_ON.clear()
+        try:
+            stream = pool.submit(ticket_of, client, agent(0, stream=True))
+            time.sleep(0.5)
+            assert not stream.done()
+            assert counts(ticket_of(client, agent(1))) == {0}
+        finally:
+            GOES_ON.set()
+        assert counts(stream.result()) == {0}
+
+
+def test_a_prompt_waits_for_others_no_longer_than_it_took_itself(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+    make = LocalPrompts.prompt
+
+    def making(prompts: LocalPrompts, body: Any) -> Any:
+        if body["messages"][0]["content"].startswith("Task 0"):
+            hangs.set()
+            assert goes_on.wait(60)
+        return make(prompts, body)
+
+    monkeypatch.setattr(LocalPrompts, "prompt", making)
+    with TestClient(server.app) as client, ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(ticket_of, client, agent(0))
+        assert hangs.wait(60)
+        assert counts(ticket_of(client, agent(1))) == {0}
+        assert not slow.done()
+        goes_on.set()
+        assert counts(slow.result()) == {0}

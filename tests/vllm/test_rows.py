@@ -18,6 +18,7 @@ PATIENCE = 900  # seconds; processes that wait for each other wait for ever
     [
         ("rows_proof.py", "0"),
         ("rows_quantised_proof.py", "0"),
+        ("shared_proof.py", "0"),
         *(("loads_proof.py", runner) for runner in "01"),
         *(("engines_proof.py", runner) for runner in "01"),
     ],

@@ -35,6 +35,8 @@ COUNTERS = {
     "fallbacks_refused": "Requests whose ticket this vLLM's middleware did not sign: vLLM prefilled them.",
     "rows_prompt": "Rows of prompts that vLLM's own model blended.",
     "rows_recomputed": "Rows of these prompts that were computed.",
+    "rows_shared": "Rows of these prompts that came from caches which one of several prompts in flight has computed for all.",
+    "rows_ahead": "Rows that were computed for such caches, apart from the prompts.",
     "damaged_entries": "Damaged store entries that these prompts found; the log names each.",
 }
 
@@ -208,7 +210,7 @@ class KVBlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def shutdown(self) -> None:
         """The process ends."""
         if hasattr(self, "queue"):
-            self.queue.blender.background.close()
+            self.queue.blender.close()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads end before the forward pass, or the scheduler waits for them."""

@@ -156,14 +156,19 @@ class Signer:
 class LayoutTicket(NamedTuple):
     """What the middleware says of a prompt.
 
-    corpus: whose surrogate context and KV corrections are used. quality: mean KL that the prompt may have; None: that of the
-    connector. user: the end user for whom text is learned.
+    Attributes:
+        corpus: whose surrogate context and KV corrections are used.
+        quality: mean KL that the prompt may have; None: that of the connector.
+        user: the end user for whom text is learned.
+        awaited: for each place of the layout, how many other requests in flight bring its text, too; empty where none do.
+
     """
 
     layout: PromptLayout
     corpus: str = ""
     quality: float | None = None
     user: str = ""
+    awaited: tuple[int, ...] = ()
 
     def text(self) -> str:
         """As one line."""

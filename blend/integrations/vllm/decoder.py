@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterator
 from dataclasses import replace
+from enum import Enum
 from typing import TypeVar
 
 import torch
@@ -16,8 +17,17 @@ from blend.model.row_decoder import RowDecoder
 from blend.types import CacheIdentity
 
 Result = TypeVar("Result")
-Passes = Generator[None, None, Result]
-"""Runs rows; stops behind each pass."""
+
+
+class Pause(Enum):
+    """Why passes stop for a step of the engine: a pass was run, or they wait for the store."""
+
+    PASS = "pass"
+    STORE = "store"
+
+
+Passes = Generator[Pause, None, Result]
+"""Runs rows, and stops behind each pass."""
 _UNLIMITED = "CPU_ATTN"  # takes any number of sequences; other attention backends have buffers for vLLM's own number
 
 
@@ -142,6 +152,11 @@ class PagedDecoder(RowDecoder):
             layer.write_run(0, *map(self.agreed, layer.view()))
         return request
 
+    @property
+    def most_rows(self) -> int:
+        """Rows of a pass: as many as a step of chunked prefill has."""
+        return int(self.model.config.scheduler_config.max_num_batched_tokens)
+
     def new_cache(self, capacity: int) -> PagedCache:
         """An empty cache in scratch memory."""
         return PagedCache(len(self.layers), capacity)
@@ -181,7 +196,7 @@ class PagedDecoder(RowDecoder):
         """
         if request.observe is not None:
             logits = self.logits(request)
-            yield
+            yield Pause.PASS
             return logits
         cache = _paged(request)
         rows = request.positions
@@ -189,10 +204,10 @@ class PagedDecoder(RowDecoder):
             fresh = [self._kv_at(piece, narrowing.layer, write=False) for piece in self._pieces(request, rows)]
             keys, values = zip(*fresh, strict=True)
             rows = narrowing.choose(torch.cat(keys, 2), torch.cat(values, 2))
-            yield
+            yield Pause.PASS
         for piece in self._pieces(request, rows[(rows >= cache.start) & (rows < cache.stop)]):
             self._kv_at(piece, len(self.layers) - 1)
-            yield
+            yield Pause.PASS
         return torch.empty((1, 0), device=self.device)
 
     def logits(self, request: RowRequest) -> torch.Tensor:
@@ -210,10 +225,10 @@ class PagedDecoder(RowDecoder):
     def _pieces(self, request: RowRequest, rows: torch.Tensor) -> Iterator[RowRequest]:
         """These rows of a request in ascending pieces that fit a pass: each reads what those before it wrote."""
         batch = request.token_ids.shape[0]
-        scheduler = self.model.config.scheduler_config
+        most_sequences = self.model.config.scheduler_config.max_num_seqs
         backend = self.layers[0].get_attn_backend().get_name()
-        most_tokens = max(1, scheduler.max_num_batched_tokens // batch)
-        most_runs = most_tokens if backend == _UNLIMITED else max(1, scheduler.max_num_seqs // batch)
+        most_tokens = max(1, self.most_rows // batch)
+        most_runs = most_tokens if backend == _UNLIMITED else max(1, most_sequences // batch)
         for piece in torch.split(rows, most_tokens):
             cuts = [int(torch.searchsorted(piece, first)) for first, _ in runs(piece)[most_runs::most_runs]]
             for part in torch.tensor_split(piece, cuts):

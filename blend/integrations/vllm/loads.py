@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,8 +15,9 @@ from blend.config import BlendConfig
 from blend.errors import BlendError, EntryDamagedError, StoreError, first_line
 from blend.integrations.vllm.admission import admitted
 from blend.integrations.vllm.contract import BOOK, LOG, PREFILLS_ITSELF, LayoutTicket, Options, OutageLog
-from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, Passes
+from blend.integrations.vllm.decoder import PagedCache, PagedDecoder, Passes, Pause
 from blend.integrations.vllm.scheduler import Load, Outcome, StepNews
+from blend.integrations.vllm.shared import LoadText, SharedLoads
 from blend.layout import PlaceOrigin, Tokens
 from blend.model.passes import Resume, RowRequest, Steps
 from blend.model.precision import DTYPES
@@ -24,6 +25,7 @@ from blend.prefill.blender import Blend, Blender
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED, NothingStoredError
 from blend.rag import Rag
 from blend.serve.engine.background import EncodingQueue, IOPool
+from blend.serve.flights import Flight
 from blend.serve.prompts.learned import LearnedCaches
 from blend.serve.request import RequestOrigin
 from blend.stopwatch import Stopwatch
@@ -42,12 +44,33 @@ _WAIT_S = 0.01  # for the store while nothing runs, so that the engine does not 
 _PATIENCE_S = 2.0  # for which shorter prompts may overtake one
 
 
+class BlendedLoad(NamedTuple):
+    """A prompt whose KV is in the blocks. text: what of it other prompts share."""
+
+    blend: Blend[PagedDecoder]
+    text: LoadText
+
+
+class PendingLoad(NamedTuple):
+    """A load that has not ended. flight: compares it with others."""
+
+    load: Load
+    flight: Flight
+    passes: Passes[BlendedLoad]
+
+    def end(self) -> None:
+        """Free what it holds; others wait for it no longer."""
+        self.passes.close()
+        self.flight.end()
+
+
 class LoadQueue:
     """Does the loads of a worker, one pass of rows in each step of the engine, one prompt after another.
 
     The shortest prompt comes first, unless another one has waited for `_PATIENCE_S`. So first tokens come one after another,
-    and answers that run wait no longer than for a step of chunked prefill. The engine's thread calls it, alike in all workers
-    of a model.
+    and answers that run wait no longer than for a step of chunked prefill. While a load waits for the store, which takes the
+    caches of text that others bring, too, another one runs that does not wait for that text. The engine's thread calls it,
+    alike in all workers of a model.
 
     Attributes:
         outcomes: of the loads that ended in the last step, by request.
@@ -59,7 +82,7 @@ class LoadQueue:
         self.blender = blender
         self.outcomes: dict[str, Outcome] = {}
         self.failed_blocks: set[int] = set()
-        self._loads: dict[str, tuple[Load, Passes[Blend[PagedDecoder]]]] = {}
+        self._loads: dict[str, PendingLoad] = {}
         self._running = ""
         self._outage = OutageLog("kvblend: blended KV is loaded again")
 
@@ -71,27 +94,45 @@ class LoadQueue:
         """
         self.outcomes = {}
         self.failed_blocks = set()
-        self._loads |= {load.request: (load, self.blender.blending(load)) for load in step.loads}
+        for load in step.loads:
+            flight = self.blender.shared.begin(load)
+            self._loads[load.request] = PendingLoad(load, flight, self.blender.blending(load, flight))
         for request in step.cancelled:  # vLLM waits only for its blocks
             if request in self._loads:
-                self._loads.pop(request)[1].close()
+                self._loads.pop(request).end()
                 self.outcomes[request] = Outcome()
         if step.rests:
             return
         if self._loads:
-            if self._running not in self._loads:
-                self._running = min(self._loads, key=lambda request: _turn(self._loads[request][0], step.now))
-            self._advance(*self._loads[self._running])
+            self._run_one(step)
         elif step.unfinished:
             try:
                 self.blender.background.run(step.turn)
             except Exception:  # no request waits for it
                 LOG.warning("kvblend: deferred work failed", exc_info=True)
 
-    def _advance(self, load: Load, passes: Passes[Blend[PagedDecoder]]) -> None:
-        try:
-            next(passes)
+    def _run_one(self, step: StepNews) -> None:
+        """Run a pass of the load that runs, or of the first one behind it that does not wait for the same text."""
+        if self._running not in self._loads:
+            self._running = min(self._loads, key=lambda request: _turn(self._loads[request].load, step.now))
+        running = self._loads[self._running]
+        if self._advance(running):
             return
+        owners = [running]
+        for pending in sorted(self._loads.values(), key=lambda pending: _turn(pending.load, step.now)):
+            if pending is running or self.blender.waits_for(pending, owners):
+                continue
+            if self._advance(pending):
+                return
+            owners.append(pending)
+        if step.turn == 1:  # nothing runs
+            self.blender.shared.news.wait(_WAIT_S)
+
+    def _advance(self, pending: PendingLoad) -> bool:
+        """Run a pass of a load, or end it; False if it waits for the store."""
+        load = pending.load
+        try:
+            return next(pending.passes) is Pause.PASS
         except StopIteration as end:
             self._outage.works()
             outcome = _outcome(end.value, load.start)
@@ -100,8 +141,9 @@ class LoadQueue:
         except Exception as error:  # whatever it is, vLLM can compute these rows itself
             self._outage.failed(PREFILLS_ITSELF, error, exc_info=not isinstance(error, BlendError | ValueError))
             outcome = self._left(load, "failed")
-        del self._loads[load.request]
+        self._loads.pop(load.request).end()
         self.outcomes[load.request] = outcome
+        return True
 
     def _left(self, load: Load, reason: str) -> Outcome:
         """VLLM prefills."""
@@ -115,11 +157,15 @@ def _turn(load: Load, now: float) -> tuple[float, int]:
     return (load.arrived, 0) if overdue else (now, load.ticket.layout.rows - load.start)
 
 
-def _outcome(blend: Blend, start: int) -> Outcome:
+def _outcome(loaded: BlendedLoad, start: int) -> Outcome:
     """Figures in the words of `blend serve`. start: the first row that vLLM's prefix cache did not have."""
+    blend, text = loaded
+    rows_shared = text.rows_shared(blend)
     rows = blend.layout.rows
     computed = int((blend.selection.rows >= start).sum())
     figures: dict[str, Any] = {"rows": rows, "rows_reused": start, "rows_computed": computed}
+    if rows_shared or text.rows_ahead:
+        figures |= {"rows_shared": rows_shared, "rows_ahead": text.rows_ahead}
     if blend.notes:
         figures["notes"] = list(blend.notes)
     if blend.quality:
@@ -132,6 +178,8 @@ def _outcome(blend: Blend, start: int) -> Outcome:
         "damaged_entries": len(blend.problems) + len(blend.artifact_problems),
         "rows_prompt": rows,
         "rows_recomputed": computed,
+        "rows_shared": rows_shared,
+        "rows_ahead": text.rows_ahead,
     }
     return Outcome(figures, counts)
 
@@ -150,6 +198,17 @@ class RowBlender:
         self.config = config
         self._blenders: dict[tuple[str, bool], Blender[PagedDecoder]] = {}
         self.background = BackgroundEncoder(decoder, learned)
+        self.shared = SharedLoads(decoder, learned)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.background.close()
+        self.shared.close()
+
+    def waits_for(self, pending: PendingLoad, owners: Sequence[PendingLoad]) -> bool:
+        """Whether a load waits for text that one of these computes, as the first worker sees it."""
+        waits = any(pending.flight.waits_for(owner.flight) for owner in owners)
+        return bool(self.decoder.model.workers.from_first(waits))
 
     def blender(self, corpus: str = "", *, learns: bool = False) -> Blender[PagedDecoder]:
         """With the surrogate context and the KV corrections of this corpus.
@@ -163,11 +222,12 @@ class RowBlender:
             )
         return self._blenders[name]
 
-    def blending(self, load: Load) -> Passes[Blend[PagedDecoder]]:
+    def blending(self, load: Load, flight: Flight) -> Passes[BlendedLoad]:
         """Write the KV of a prompt's rows in every layer, pass by pass. The logits are empty: vLLM runs the last row.
 
         Every forward pass that begins after the end sees the KV. Other requests' blocks are never written. After a preemption
         it is called again for the prompt, with other blocks and another start. What was written before an error is not used.
+        Text that others bring, too, is computed before, apart from the prompt.
 
         Raises:
             NothingStoredError: nothing of the prompt is stored.
@@ -176,6 +236,10 @@ class RowBlender:
         """
         ticket = load.ticket
         config = self.config if ticket.quality is None else replace(self.config, quality=ticket.quality)
+        learning = self.blender(ticket.corpus, learns=True)
+        text = yield from self.shared.passes(load, flight, learning, config)
+        flight.end()  # it computes nothing for others any more
+        ticket = ticket._replace(layout=text.layout)
         steps = self.blender(ticket.corpus).steps(
             ticket.layout,
             config=config,
@@ -187,13 +251,13 @@ class RowBlender:
         try:
             blend = yield from self._passes_of(steps)
         except NothingStoredError as error:
-            self.background.remember(self.blender(ticket.corpus, learns=True), ticket, error.missing)
+            self.background.remember(learning, ticket, error.missing)
             raise
         self.decoder.settle(blend.cache)
         for line in (*blend.problems, *blend.artifact_problems):
             LOG.warning("kvblend: %s", line)
-        self.background.remember(self.blender(ticket.corpus, learns=True), ticket, blend.missing)
-        return blend
+        self.background.remember(learning, ticket, blend.missing)
+        return BlendedLoad(blend, text)
 
     def _passes_of(self, steps: Steps[Blend[PagedDecoder]]) -> Passes[Blend[PagedDecoder]]:
         """Drive the steps of a prefill, and stop behind each pass."""
@@ -202,7 +266,7 @@ class RowBlender:
             while True:
                 if not isinstance(request, RowRequest):
                     if request is Resume.NEXT_TURN:
-                        yield
+                        yield Pause.PASS
                     request = next(steps)
                     continue
                 try:

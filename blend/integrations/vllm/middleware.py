@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,7 +20,17 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blend.integrations.vllm.contract import PARAMETER, PREFILLS_ITSELF, Options, OutageLog, Signer
-from blend.integrations.vllm.prompts import CHAT, LocalPrompts, another_prompt, plain_body, wants_context
+from blend.integrations.vllm.prompts import (
+    CHAT,
+    LocalPrompts,
+    PromptForVLLM,
+    another_prompt,
+    plain_body,
+    wants_context,
+    whose,
+)
+from blend.serve.flights import Flight
+from blend.serve.http.bodies import END_USER
 from blend.serve.http.errors import ApiError, failure_of, refuse
 
 _PATHS = (CHAT, "/v1/completions")
@@ -24,6 +38,34 @@ _TRANSFER = "kv_transfer_params"
 _HOLDERS = ("vllm_xargs", "sampling_params", "extra_args")
 _DOCUMENT = "application/json"
 _EVENT = b"data: "
+
+
+class PromptMaking:
+    """Makes prompts in threads, so that those of an end user that come together find each other's text. For one event loop."""
+
+    def __init__(self) -> None:
+        self._going: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
+
+    async def prompt(self, user: str, make: Callable[[], PromptForVLLM | None]) -> PromptForVLLM | None:
+        """The prompt, compared with others in flight.
+
+        One with new text waits for the user's prompts that are being made by then, at most as long as it was made itself.
+        """
+        begun = time.monotonic()
+        task = asyncio.ensure_future(asyncio.to_thread(make))
+        going = self._going[user]
+        going.add(task)
+        try:
+            prompt = await task
+        finally:
+            going.discard(task)
+            if not going:
+                self._going.pop(user, None)
+        if prompt is None or prompt.flight is None:
+            return prompt
+        if others := set(going):
+            await asyncio.wait(others, timeout=time.monotonic() - begun)
+        return await asyncio.to_thread(prompt.compared)
 
 
 class Rewriter:
@@ -39,10 +81,11 @@ class Rewriter:
         self._longest = engine.vllm_config.model_config.max_model_len
         template = getattr(state.args, "default_chat_template_kwargs", None)
         self._prompts = LocalPrompts(engine.renderer.get_tokenizer(), options, template or {})
+        self._making = PromptMaking()
         self._outage = OutageLog("kvblend: prompts are blended again")
 
-    async def rewritten(self, body: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """What vLLM is to be asked instead, and what the reply's field `kvblend` shows. Raises `ApiError`."""
+    async def rewritten(self, body: dict[str, Any], path: str) -> tuple[dict[str, Any], PromptForVLLM | None]:
+        """What vLLM is to be asked instead, and the prompt, if kvblend made it. Raises `ApiError`."""
         has_context = wants_context(body)
         if field := another_prompt(body, path):
             if has_context:
@@ -50,7 +93,9 @@ class Rewriter:
             return body, None
         plain = plain_body(body)
         try:
-            prompt = await asyncio.to_thread(self._prompts.prompt, body)
+            user = next((str(body[name]) for name in END_USER if body.get(name)), "")
+            make = partial(self._prompts.prompt, body)
+            prompt = await self._making.prompt(whose(user, body.get("cache_salt")), make)
         except Exception as error:
             failure = failure_of(error)
             if has_context:
@@ -68,7 +113,7 @@ class Rewriter:
                 "tokens. Send fewer or shorter documents, or retrieve fewer passages",
                 code="context_length_exceeded",
             )
-        return prompt.put_into(plain, path, self._signer), prompt.shown
+        return prompt.put_into(plain, path, self._signer), prompt
 
 
 class KVBlend:
@@ -100,6 +145,8 @@ class KVBlend:
         except Exception:
             if exchange.failure is None:
                 raise
+        finally:
+            exchange.land()
         if exchange.failure is not None:
             await exchange.failure.response()(scope, receive, send)
 
@@ -113,6 +160,7 @@ class RewrittenExchange:
         self._send = send
         self._begun = False
         self._shown: dict[str, Any] | None = None
+        self._flight: Flight | None = None
         self._kind = ""  # of a reply to which that is to be added
         self._start: Message = {}  # of a document, held until it is whole
         self._body = bytearray()
@@ -132,10 +180,17 @@ class RewrittenExchange:
             self.failure = error
         raise HTTPException(self.failure.status)  # for vLLM, so that it stops; its own reply to this is not sent
 
+    def land(self) -> None:
+        """Its prompt is prefilled, or it has ended: it brings no text to others any more."""
+        if self._flight is not None:
+            self._flight.end()
+
     async def send(self, message: Message) -> None:
         """For vLLM's reply: the field `kvblend` is added to the whole document, or to the first event of a stream."""
         if self.failure is not None:
             return
+        if message.get("body"):
+            self.land()
         if message["type"] == "http.response.start":
             if self._shown is not None and message["status"] == 200:
                 self._kind = Headers(raw=message["headers"])["content-type"].partition(";")[0]
@@ -182,7 +237,10 @@ class RewrittenExchange:
         strip(body)
         path = self._request.scope["path"].removeprefix(self._request.scope.get("root_path", ""))
         if path in _PATHS:
-            body, self._shown = await self._rewriter.rewritten(body, path)
+            body, prompt = await self._rewriter.rewritten(body, path)
+            if prompt is not None:
+                self._shown = prompt.shown
+                self._flight = prompt.flight
         elif "kvblend" in body or (path == "/v1/responses" and wants_context(body)):
             field = "kvblend" if "kvblend" in body else "documents"
             raise refuse(f"{path} takes no field of kvblend; use {' or '.join(_PATHS)}", field)

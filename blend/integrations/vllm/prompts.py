@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from blend.errors import StoreError
 from blend.integrations.vllm.contract import BOOK, LayoutTicket, Options, Signer
+from blend.serve.engine.shared_text import brought, divided
 from blend.serve.failures import STORE_UNREACHABLE
+from blend.serve.flights import Flight, Flights
 from blend.serve.http.bodies import END_USER, CompletionBody, read_body
 from blend.serve.http.chat import ChatBody
 from blend.serve.http.to_requests import CORPUS, ModelNames, requests_of
 from blend.serve.limits import RequestLimits
 from blend.serve.request import Request
+from blend.serve.token_index import digest_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,7 +78,13 @@ def request_for(
     checked = read_body(raw, CompletionBody if "prompt" in values else ChatBody)
     model = str(values.get("model", ""))
     [request] = requests_of(checked, ModelNames(model.partition(CORPUS)[0] or model, "", corpora), limits)
-    return replace(request, template=template_arguments(body, template))
+    user = whose(request.user, body.get("cache_salt"))
+    return replace(request, user=user, template=template_arguments(body, template))
+
+
+def whose(user: str, salt: Any) -> str:
+    """The end user for whom a request's text is learned. A client's own `cache_salt` keeps text apart, as it keeps blocks."""
+    return json.dumps([user, salt]) if salt else user
 
 
 def template_arguments(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,13 +104,29 @@ def template_arguments(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
 class PromptForVLLM(NamedTuple):
     """A prompt with passages.
 
-    shown: for the reply's field `kvblend`. ticket, salt: of its blend; without them vLLM computes it.
+    Attributes:
+        shown: for the reply's field `kvblend`.
+        ticket, salt: of its blend; without them vLLM computes it.
+        flight: which of its text other requests bring, too, until it ends.
+
     """
 
     ids: list[int]
     shown: dict[str, Any]
     ticket: LayoutTicket | None = None
     salt: str = ""
+    flight: Flight | None = None
+
+    def compared(self) -> PromptForVLLM:
+        """The prompt, whose ticket says which of its text other requests in flight bring, too."""
+        flight = self.flight
+        if self.ticket is None or flight is None or not flight.joined:
+            return self
+        layout = divided(self.ticket.layout, flight)
+        flight.bring(brought(layout))
+        counts = flight.awaited()
+        awaited = tuple(counts[digest_of(place.whole)] if place.is_brought else 0 for place in layout.places)
+        return self._replace(ticket=self.ticket._replace(layout=layout, awaited=awaited))
 
     def put_into(self, body: Mapping[str, Any], path: str, signer: Signer) -> dict[str, Any]:
         """A body without kvblend's fields, with these token ids and, if it is blended, a signed ticket for its KV.
@@ -193,6 +218,7 @@ class LocalPrompts:
         self._tokenizer = tokenizer
         self._options = options
         self._template = template
+        self._lock = Lock()
         self._tenant: TenantState | None = None
         self._salts = ConversationSalts()
 
@@ -200,7 +226,8 @@ class LocalPrompts:
         """The prompt of a body; None without passages. Raises `ApiError`, `BlendError`, `RetrievalError`."""
         from blend.serve.prompts.build import build_prompt
 
-        tenant = self._opened()
+        with self._lock:  # requests that come together are compared by one
+            tenant = self._opened()
         reason = generation = ""
         try:
             tenant.watch.require()
@@ -220,7 +247,7 @@ class LocalPrompts:
             return PromptForVLLM(ids, {"sources": sources, "figures": {"method": "full", "reason": reason}})
         ticket = LayoutTicket(prompt.layout, prompt.corpus, request.quality, request.user)
         shown = {"sources": sources, "figures": {"method": "rows"}}
-        return PromptForVLLM(ids, shown, ticket, self._salts.salt(ticket, generation))
+        return PromptForVLLM(ids, shown, ticket, self._salts.salt(ticket, generation), prompt.flight)
 
     def _opened(self) -> TenantState:
         if self._tenant is None:
@@ -232,5 +259,5 @@ class LocalPrompts:
             if not options.embedder:
                 rag.take_embedder_of_index()
             learned_by = rag.root / BOOK if options.learn_budget else None
-            self._tenant = TenantState(rag, 0, learned_by=learned_by)
+            self._tenant = TenantState(rag, 0, learned_by=learned_by, flights=Flights())
         return self._tenant

@@ -143,7 +143,7 @@ class TenantState:
         self._token_indexes: dict[str, tuple[object, TokenIndex[Chunk]]] = {}
         self.learned = LearnedCaches(rag.root / "learned.sqlite", learn_budget) if learn_budget else None
         self._learned_by = LearnedTexts(learned_by) if learned_by is not None else self.learned
-        self.flights = flights if self.learned is not None else None
+        self.flights = flights if self._learned_by is not None else None
         self._unlearned = ""  # why nothing was learned last
 
     def _opened_store(self) -> ChunkStore:
