@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from math import isnan, nan
 from pathlib import Path
@@ -28,7 +28,7 @@ from _paths import MODEL, command_line
 from _results import Results, Row, grouped, markdown, measure_and_show, say
 from blend.config import BlendConfig, CorpusConfig, PromptConfig
 from blend.errors import ConfigError
-from blend.eval.dataset import Record
+from blend.eval.dataset import Record, RecordChunk
 from blend.eval.evaluator import PLAIN_REUSE, Evaluator, Method
 from blend.eval.report import FULL, Measurement
 from blend.intervals import Interval
@@ -68,6 +68,11 @@ class Asked(NamedTuple):
         return {"conversation": self.conversation.name, "question": self.question.number}
 
     @property
+    def session_names(self) -> set[str]:
+        """Names of its sessions."""
+        return {session_name(self.conversation, number) for number in self.sessions}
+
+    @property
     def recall(self) -> float | None:
         """Share of the sessions with evidence that are among these. None where the question names none."""
         evidence = self.question.evidence
@@ -78,6 +83,11 @@ class Asked(NamedTuple):
         name = f"{self.conversation.name}/{self.question.number}"
         chunks = tuple(self.conversation.sessions[number] for number in sessions)
         return Record(name, asked_text(self.question), (self.question.answer,), chunks)
+
+
+def session_name(conversation: Conversation, number: int) -> str:
+    """A session's name among those of all conversations."""
+    return f"{conversation.name}/{number}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -92,7 +102,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="float32", help="of the model (default float32)")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--store", default="memory:", help="keep the sessions' caches there; by default in memory")
+    parser.add_argument(
+        "--store", default="memory:", help="keep the sessions' caches there, for this run alone; by default in memory"
+    )
     parser.add_argument("--without-texts", type=Path, metavar="FILE", help="write the rows there, to publish them")
     options = parser.parse_args(arguments)
     ended = measure_and_show(options, measure, table)
@@ -112,7 +124,9 @@ def measure(options: argparse.Namespace, results: Results) -> None:
     missing = [each for each in asked if results.find("rows", {**each.key, "method": METHODS[-1].name}) is None]
     if not missing:
         return
-    evaluator = calibrated(options, conversations, asked)
+    spare = calibration_sessions(conversations, asked)
+    check_store(options.store, spare, asked, results)
+    evaluator = calibrated(options, spare)
     for each in missing:
         answer(each, evaluator, results)
 
@@ -120,7 +134,7 @@ def measure(options: argparse.Namespace, results: Results) -> None:
 def publish(results: Results, file: Path) -> None:
     """Write the rows with digests in place of the texts. They give the same tables; LoCoMo's text is not ours to pass on."""
     shown = Results(None)
-    shown.content = {name: value for name, value in results.content.items() if name != "command"}
+    shown.content = {name: value for name, value in results.content.items() if name not in ("command", "calibration")}
     rows = []
     for row in results.rows("rows"):
         texts = {name: value for name, value in row.items() if name in ("answer", "reverse_answer")}
@@ -152,8 +166,41 @@ def retrieved(conversation: Conversation, question: Question, count: int) -> Ask
     return Asked(conversation, question, tuple(sorted(numbers[place] for place in best)))
 
 
-def calibrated(options: argparse.Namespace, conversations: Sequence[Conversation], asked: Sequence[Asked]) -> Evaluator:
-    """The evaluator, with a surrogate context and KV corrections of sessions that no question is asked over."""
+def calibration_sessions(conversations: Sequence[Conversation], asked: Sequence[Asked]) -> dict[str, RecordChunk]:
+    """Sessions that no question is asked over, by names. Raises `ConfigError` if there are none."""
+    used = {name for each in asked for name in each.session_names}
+    spare = [
+        (session_name(conversation, number), chunk)
+        for conversation in conversations
+        for number, chunk in conversation.sessions.items()
+        if session_name(conversation, number) not in used
+    ]
+    if not spare:
+        raise ConfigError(
+            "every session is asked about, none is left to calibrate on: ask fewer --questions or --sessions"
+        )
+    random.Random("locomo calibration").shuffle(spare)
+    return dict(spare[:CALIBRATION_SESSIONS])
+
+
+def check_store(store: str, spare: Iterable[str], asked: Sequence[Asked], results: Results) -> None:
+    """Note which sessions a lasting store is calibrated on. It keeps that when later commands ask more questions.
+
+    Raises `ConfigError` if a question is asked over one of them.
+    """
+    stores = results.content.setdefault("calibration", {})
+    if store == "memory:":
+        return
+    calibrated_on = set(stores.setdefault(store, list(spare)))
+    for each in asked:
+        both = calibrated_on.intersection(each.session_names)
+        if both:
+            raise ConfigError(f"{store} was calibrated on session {min(both)}, now asked about: name another --store")
+    results.save()
+
+
+def calibrated(options: argparse.Namespace, spare: Mapping[str, RecordChunk]) -> Evaluator:
+    """The evaluator, with a surrogate context and KV corrections of these sessions, or of its store."""
     import torch
 
     from blend.model.decoder import Decoder
@@ -166,20 +213,8 @@ def calibrated(options: argparse.Namespace, conversations: Sequence[Conversation
     decoder = Decoder.load(str(resolve_model(options.model)), name=options.model, dtype=options.dtype)
     blender = Blender(decoder, open_store(options.store))
     evaluator = Evaluator(blender, PromptTemplate(decoder.tokenizer, PROMPT), max_new_tokens=options.answer_tokens)
-    used = {(each.conversation.name, number) for each in asked for number in each.sessions}
-    spare = [
-        chunk
-        for conversation in conversations
-        for number, chunk in conversation.sessions.items()
-        if (conversation.name, number) not in used
-    ]
-    random.Random("locomo calibration").shuffle(spare)
-    if not spare:
-        raise ConfigError(
-            "every session is asked about, none is left to calibrate on: ask fewer --questions or --sessions"
-        )
-    say(f"calibrating on {min(len(spare), CALIBRATION_SESSIONS)} sessions that no question is asked over")
-    apart = Record("apart", "apart", (), tuple(spare[:CALIBRATION_SESSIONS]))
+    say(f"calibrating on {len(spare)} sessions that no question is asked over, unless the store is calibrated")
+    apart = Record("apart", "apart", (), tuple(spare.values()))
     evaluator.calibrate([apart], CorpusConfig.surrogate_tokens)
     return evaluator
 

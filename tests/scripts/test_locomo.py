@@ -1,15 +1,20 @@
 """`scripts/bench_peers locomo` on made-up conversations in LoCoMo's format, with a tiny model."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import zipfile
 
 import pytest
-from commands import main, module, printed
+from commands import ENVIRONMENT, ROOT, main, module, printed
 
 from blend.errors import ConfigError, DatasetError
 from tests.tiny_model import save_tiny_model
 
+METHODS = ["no context", "full", "plain reuse", "published selection, 15 %", "kvblend, 5 %", "kvblend, 15 %"]
 THINGS = ("kayak", "violin", "greenhouse", "telescope", "bicycle", "accordion", "lantern")
 
 
@@ -63,20 +68,27 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *options, data="data", sessions=2):
-    data_options = ("--data", folder / data) if data else ()
-    common = ("--json", folder / "l.json", "--model", folder / "tiny", "--sessions", sessions, "--threads", 1)
-    kept = ("--store", folder / "store")  # so that later runs need not calibrate again
-    return printed("bench_peers", "locomo", *data_options, *common, *kept, "--answer-tokens", 4, *options)
+def asked(folder, questions, *options, data="data", file=None):
+    """The command's options, with a store that is calibrated once. The first two questions ask for the same sessions."""
+    kept = ("--store", folder / "store", "--questions", questions)
+    common = ("--json", file or folder / "l.json", "--model", folder / "tiny", "--sessions", 2, "--threads", 1)
+    return ("--data", folder / data, *common, *kept, "--answer-tokens", 4, *options)
+
+
+def run(folder, questions, *options, **named):
+    return printed("bench_peers", "locomo", *asked(folder, questions, *options, **named))
+
+
+def show(file, *options):
+    return printed("bench_peers", "locomo", "--json", file, "--show", *options)
 
 
 def test_every_method_answers_every_question_in_both_orders(folder):
-    table = run(folder, "--questions", 1)
+    table = run(folder, 1)
     rows = json.loads((folder / "l.json").read_text())["rows"]
-    methods = ["no context", "full", "plain reuse", "published selection, 15 %", "kvblend, 5 %", "kvblend, 15 %"]
-    assert [row["method"] for row in rows] == 2 * methods
+    assert [row["method"] for row in rows] == 2 * METHODS
     assert len({(row["conversation"], row["question"]) for row in rows}) == 2
-    by_method = {name: [row for row in rows if row["method"] == name] for name in methods}
+    by_method = {name: [row for row in rows if row["method"] == name] for name in METHODS}
     assert all(len(row["reverse_answer"]) > 0 for row in rows if row["method"] != "no context")
     assert any(row["answer"] != row["reverse_answer"] for row in by_method["full"]), "the sessions changed places"
     for alone, full, reuse, published, few, many in zip(*by_method.values(), strict=True):
@@ -86,21 +98,66 @@ def test_every_method_answers_every_question_in_both_orders(folder):
         assert published["share"] == published["charged"] > 0.25, "the layers below the check layer run on all rows"
     assert "2 conversations, 2 questions" in table
     assert "| published selection, 15 % | " in table
-    more = run(folder, "--questions", 2)
+    more = run(folder, 2)
     assert json.loads((folder / "l.json").read_text())["rows"][: len(rows)] == rows, "what was there is not asked again"
     heads = more.splitlines()[1]
     assert heads == "| score | several sessions (2) | time (1) | one session (1) | all (4) |"
-    assert run(folder, "--questions", 2, "--show", data=None) == more
     published = folder / "published.json"
-    assert run(folder, "--show", "--without-texts", published, data=None) == more
-    assert printed("bench_peers", "locomo", "--json", published, "--show") == more
+    assert show(folder / "l.json", "--without-texts", published) == more
+    assert show(published) == more
     rows = json.loads(published.read_text())["rows"]
     assert all(re.fullmatch("[0-9a-f]{12}", row["answer"]) for row in rows)
     assert not any(text in published.read_text() for text in ("1 May 2023", "kayak", "gold", str(folder / "l.json")))
     (folder / "fewer").mkdir()
     (folder / "fewer" / "2.json").write_text(json.dumps(CONVERSATIONS["2"]))
     with pytest.raises(SystemExit, match="measured with other options"):
-        run(folder, data="fewer")
+        run(folder, 2, data="fewer")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {scripts!r})
+import _locomo
+replace, saves = Path.replace, []
+def replace_or_die(draft, target):
+    saves.append(target)
+    if len(saves) == {saves}:
+        draft.write_text(draft.read_text()[:100])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(draft, target)
+Path.replace = replace_or_die
+_locomo.main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_where_it_was(folder, tmp_path):
+    """Killed at the third row of its second question: that question is asked again, the first one is not."""
+    run(folder, 1)
+    whole = json.loads((folder / "l.json").read_text())["rows"][: 2 * len(METHODS)]
+    script = KILLED.format(scripts=str(ROOT / "scripts"), saves=len(METHODS) + 4)
+    words = [sys.executable, "-c", script, *map(str, asked(folder, 1, file=tmp_path / "l.json"))]
+    killed = subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **ENVIRONMENT})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    before = json.loads((tmp_path / "l.json").read_text())
+    assert len(before["rows"]) == len(METHODS) + 2
+    shown = run(folder, 1, file=tmp_path / "l.json")
+    after = json.loads((tmp_path / "l.json").read_text())
+    assert after["rows"][: len(METHODS)] == before["rows"][: len(METHODS)]
+    assert after["options"] == before["options"]
+    assert [told(row) for row in after["rows"]] == [told(row) for row in whole]
+    assert "2 conversations, 2 questions" in shown
+
+
+def told(row):
+    """What a row says but for times."""
+    return {name: value for name, value in row.items() if not name.endswith("_s")}
+
+
+def test_a_store_that_was_calibrated_on_a_session_is_not_asked_about_it(folder, tmp_path):
+    run(folder, 1, file=tmp_path / "l.json")
+    with pytest.raises(ConfigError, match=r"was calibrated on session \d+/\d, now asked about: name another --store"):
+        run(folder, 5, file=tmp_path / "l.json")
 
 
 @pytest.fixture(params=["list", "zip", "folder"])
@@ -188,7 +245,7 @@ def test_intervals_are_over_conversations_not_over_questions():
 def test_another_file_is_refused(folder, content, words):
     (folder / "other.json").write_text(content)
     with pytest.raises(DatasetError, match=words):
-        run(folder, data="other.json")
+        run(folder, 1, data="other.json")
 
 
 def test_what_is_missing_is_named(tmp_path):

@@ -1,11 +1,24 @@
-"""`scripts/bench_peers` and `scripts/peer_tests` with real servers, and small programs in place of the peers'."""
+"""`scripts/bench_peers` and `scripts/peer_tests` with small programs in place of the peers'.
+
+`tests/scripts/test_bench_serve_command.py` starts servers as processes. Here `bench_peers` gets one that only says its model's
+name, and `peer_tests` a real one in this process.
+"""
 
 import json
 import sys
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from types import SimpleNamespace
 
+import pytest
 from commands import module, printed
 
+import _servers
+from blend.rag import Rag
+from blend.serve.engine.scheduler import EmbeddedEngine
+from blend.serve.service import Service
+from tests.serve.served import listening
 from tests.tiny_model import save_tiny_model
 
 LMCACHE = """
@@ -49,7 +62,38 @@ def environment(folder, steps, program=""):
     (folder / "installed").write_text("\n".join(map(" ".join, steps)))
 
 
-def test_both_arms_are_asked_the_same(tmp_path):
+class Models(BaseHTTPRequestHandler):
+    """Says the model's name."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def log_message(self, *_):
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Commands of the servers that were started, none of which is real."""
+    started = []
+
+    @contextmanager
+    def running(server, log):
+        started.append(server.command)
+        with HTTPServer(("127.0.0.1", 0), Models) as web:
+            Thread(target=web.serve_forever).start()
+            try:
+                yield SimpleNamespace(url=f"http://127.0.0.1:{web.server_port}", model="tiny")
+            finally:
+                web.shutdown()
+
+    monkeypatch.setattr(_servers, "running", running)
+    return started
+
+
+def test_both_arms_are_asked_the_same(commands, tmp_path):
     environment(tmp_path / "lmcache", module("bench_peers").LMCACHE, LMCACHE)
     model = save_tiny_model(tmp_path / "tiny", "The harbour of town 1 has 12 gates.")
     given = ("--json", tmp_path / "p.json", "--environments", tmp_path, "--model", model, "--only", "rag-qa-quality")
@@ -58,8 +102,13 @@ def test_both_arms_are_asked_the_same(tmp_path):
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     assert [(row["arm"], row["requests"], row["f1"]) for row in rows] == [("blend", 3, 0.25), ("blend --full", 3, 0.25)]
     assert "rag-qa-quality: median TTFT is 1.00 times as short as with --full" in first
+    ours, full = map(list, commands)
+    assert all(words[words.index("--model") + 1] == str(model) for words in (ours, full))
+    assert [words.count("--full") for words in (ours, full)] == [0, 1]
+    assert ours[ours.index("--store") + 1] != full[full.index("--store") + 1], "each has a store that is empty"
     (tmp_path / "lmcache" / "bin" / "lmcache").unlink()
     assert printed(*asked) == first, "every row was there"
+    assert len(commands) == 2
 
 
 def test_arms_that_were_asked_other_prompts_are_not_compared():
@@ -77,6 +126,24 @@ def test_questions_stand_over_the_passage_that_answers_them(tmp_path):
         assert f"has {record['answer']} {fact}." in told
 
 
+@pytest.fixture
+def in_process(monkeypatch):
+    """Servers run in a thread of this process."""
+
+    @contextmanager
+    def running(server, log):
+        words = list(server.command)
+        store, model = (words[words.index(option) + 1] for option in ("--store", "--model"))
+        rag = Rag(store, model=model, device="cpu")
+        service = Service(rag, EmbeddedEngine(rag.blender))
+        service.warm_up()
+        with listening(service) as served:
+            yield SimpleNamespace(url=served.url, model=served.model)
+
+    monkeypatch.setattr(_servers, "running", running)
+
+
+@pytest.mark.usefixtures("in_process")
 def test_a_suite_is_run_against_our_address_and_model(tmp_path):
     environment(tmp_path / "tests", [module("peer_tests").REQUIREMENTS])
     unit = tmp_path / "sources" / "llama.cpp" / "tools" / "server" / "tests" / "unit"
