@@ -193,6 +193,24 @@ def test_an_estimated_speedup_says_so_and_the_expected_kl_is_shown_where_a_quali
         expect(turn.locator(".facts", has_text="expected KL 0.012")).to_have_count(int("not measured" in line))
 
 
+def test_rows_that_requests_in_flight_share_are_shown(visit):
+    visitor = visit()
+    visitor.play(
+        ("One.", {"rows_shared": 1234, "rows_ahead": 1100}),
+        ("Two.", {"rows_shared": 90, "rows_ahead": 0}),
+        ("Three.", {}),
+    )
+    owner, other, alone = [visitor.answered("How many?").locator(".facts") for _ in range(3)]
+    expect(owner).to_contain_text("computed · 1,234 shared with other requests · 1,100 computed for all of them")
+    expect(owner.get_by_text("1,234 shared")).to_have_attribute("title", re.compile("at the same time"))
+    expect(owner.get_by_text("1,100 computed")).to_have_attribute("title", re.compile("apart from its prompt"))
+    expect(other).to_contain_text("90 shared with other requests")
+    expect(other).not_to_contain_text("for all of them")
+    expect(alone).not_to_contain_text("other requests")
+    visitor.page.reload()
+    expect(owner).to_contain_text("1,234 shared with other requests")
+
+
 def test_an_answer_is_copied_as_the_model_wrote_it(visit):
     visitor = visit(permissions=["clipboard-read", "clipboard-write"])
     text = "Use **two** of them:\n\n```python\nmill.turn(2)\n```"

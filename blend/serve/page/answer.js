@@ -14,6 +14,8 @@ const EMPTY = "The model ended its answer at once, without a word.";
 const STOPPED = "Stopped.";
 const COMPUTED = "The model computed the KV of these tokens for this answer. The KV of all others was loaded or was in memory.";
 const REUSED = "This prompt begins as an earlier one did. The KV of that beginning was still in memory and was used again.";
+const SHARED = "Other requests brought this text at the same time. One request computed its KV for all of them.";
+const AHEAD = "This answer's request computed the KV of these tokens apart from its prompt, so that other requests could take it, too.";
 const EXPECTED = "The server's estimate of how far this answer's distributions are from full recompute's, in nats a token. 0 is exact.";
 const INEXACT = " A part of it was blended, so it is near what full prefill gives, but not the same.";
 
@@ -87,6 +89,8 @@ export class AnswerView {
     const parts = [`${count(figures.rows, "prompt token")}, `, term(`${figures.rows_computed.toLocaleString("en")} computed`, COMPUTED)];
     const inexact = Boolean(figures.rows_inexact);
     if (figures.rows_reused) parts.push(" · ", term(`${figures.rows_reused.toLocaleString("en")} of an earlier prompt${inexact ? " that was blended" : ""}`, REUSED + (inexact ? INEXACT : "")));
+    if (figures.rows_shared) parts.push(" · ", term(`${figures.rows_shared.toLocaleString("en")} shared with other requests`, SHARED));
+    if (figures.rows_ahead) parts.push(" · ", term(`${figures.rows_ahead.toLocaleString("en")} computed for all of them`, AHEAD));
     if (figures.quality) parts.push(" · ", term(`expected KL ${figures.quality.kl.toPrecision(2)}`, EXPECTED));
     if (this.usage) parts.push(` · ${count(this.usage.completion_tokens, "answer token")}${this.speed()}`);
     this.facts.replaceChildren(...parts);
