@@ -195,6 +195,50 @@ def test_blended_rows_serve_no_other_prompt(fields: dict[str, Any], make_engine:
     assert figures.rows_reused <= layout.chunk_spans[0].stop
 
 
+def failed_behind_its_prefill(
+    engine: EmbeddedEngine, layout: PromptLayout, monkeypatch: Any, *, factor: float = 1.0, **more: Any
+) -> None:
+    """Ask, and let the pass of the answer's first row fail. factor: of the logits before."""
+    prefill = engine.decoder.prefill
+
+    def failing(requests: Sequence[RowRequest], **fields: Any) -> torch.Tensor:
+        if int(requests[0].positions[-1]) >= layout.rows:
+            raise_(threading.Event())
+        logits = prefill(requests, **fields)
+        return logits * factor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.decoder, "prefill", failing)
+        answer = again(engine, layout, **more)
+    assert len(answer.tokens) == 1
+    assert isinstance(answer.last, Failed)
+
+
+def test_a_blended_prompt_whose_answer_fails_goes_on_behind_its_prefill(
+    make_engine: MakeEngine, monkeypatch: Any
+) -> None:
+    engine = make_engine(**SMALL_PIECES)
+    layout = blended(engine)
+    expected = alone(engine.blender, layout)
+    failed_behind_its_prefill(engine, layout, monkeypatch)
+    assert again(engine, layout, tenant="bob").figures.rows_inexact == 0
+    second = again(engine, layout)
+    assert second.figures.rows_inexact > 0
+    assert second.figures.rows_reused == layout.rows - 1
+    assert second.tokens == expected
+
+
+@pytest.mark.parametrize("fields", [{"factor": float("nan")}, {"cold": True}, {"verify": True}])
+def test_so_does_none_whose_logits_are_no_numbers_or_that_keeps_none(
+    fields: dict[str, Any], make_engine: MakeEngine, monkeypatch: Any
+) -> None:
+    engine = make_engine(**SMALL_PIECES)
+    layout = blended(engine)
+    failed_behind_its_prefill(engine, layout, monkeypatch, **fields)
+    figures = again(engine, layout).figures
+    assert (figures.method, figures.rows_inexact) == ("blend", 0)
+
+
 def test_rows_with_a_correction_that_may_not_fit_are_not_kept(make_engine: MakeEngine, monkeypatch: Any) -> None:
     engine = make_engine(**SMALL_PIECES)
     layout = blended(engine)
@@ -210,11 +254,14 @@ STORY = "The clerk of the lock counts the boats every day, and writes down who r
 HISTORY = "".join(f"Day {day}: {STORY}Boat {7 * day} came last.\n" for day in range(6))
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["cancelled", "the answer fails"])
 @pytest.mark.parametrize("asks", ["ann", "bob"])
-def test_moved_rows_serve_their_author_alone(asks: str, tmp_path: Path, model: Path, monkeypatch: Any) -> None:
-    """They have read what the edit took out, also in a prompt that was given up."""
+def test_moved_rows_serve_their_author_alone(
+    asks: str, fails: bool, tmp_path: Path, model: Path, monkeypatch: Any
+) -> None:
+    """They have read what the edit took out, also in a prompt that was given up or whose answer failed."""
 
-    def turn(hour: str, user: str, cancelled: threading.Event | None = None) -> Figures | None:
+    def turn(hour: str, user: str, cancelled: threading.Event | None = None) -> Answer:
         before = Message("user", "Read the book of the lock."), Message("assistant", "I have read it.")
         header = f"The lock is open. It is {hour} o'clock, says the clerk of the lock.\n"
         said = (Message("system", header + HISTORY), *before, Message("user", "Which boat came last?"))
@@ -222,23 +269,29 @@ def test_moved_rows_serve_their_author_alone(asks: str, tmp_path: Path, model: P
         request = Request(said, user=user, edits="fast", priority=1, sampling=Sampling(max_tokens=4), **fields)
         answer = put(service, request)
         settled(service)
-        return answer.figures if cancelled is None else None
+        return answer
 
     with serving(tmp_path / "store", model, corrects_learned=False, **SMALL_PIECES) as service:
         turn("309", "ann")
         prefill = service.engine.decoder.prefill
         cancelled = threading.Event()
+        has_moved = False
 
         def watched(requests: Sequence[RowRequest], **fields: Any) -> torch.Tensor:
+            nonlocal has_moved
             chosen = [request.positions for request in requests if request.run.start is None]
-            if any(int(positions[-1]) > 300 for positions in chosen):  # behind rows that moved
+            has_moved |= any(int(positions[-1]) > 300 for positions in chosen)  # behind rows that moved
+            if has_moved and not fails:
                 cancelled.set()
+            if has_moved and fails and requests[0].run.rows == 1:
+                raise_(cancelled)
             return prefill(requests, **fields)
 
         with monkeypatch.context() as patch:
             patch.setattr(service.engine.decoder, "prefill", watched)
-            turn("311", "ann", cancelled)
-        figures = turn("311", asks)
+            given_up = turn("311", "ann", cancelled)
+        assert isinstance(given_up.last, Failed) == fails
+        figures = turn("311", asks).figures
     assert (figures.rows_inexact > 0) == (asks == "ann")
 
 

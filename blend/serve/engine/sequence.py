@@ -10,6 +10,7 @@ import torch
 
 from blend.errors import StoreError
 from blend.model.passes import RowRequest
+from blend.prefill.progress import FinalRows
 from blend.serve.engine.comparison import RowComparison
 from blend.serve.engine.decoding import Decoding
 from blend.serve.engine.prefixes import Conversation
@@ -194,6 +195,7 @@ class Sequence:
             self._begun.failed(error)
         else:
             self._leave_begun_rows()
+            self._leave_blended_rows()
             self._close(Failed(error))
 
     # The end
@@ -248,15 +250,32 @@ class Sequence:
             final = prefill.final_rows()
             if final is None:
                 return
-            tenant = request.tenant
-            prompt = self.prompt.layout.token_ids
             exact = final.cache.resumable(final.exact)
-            self._prefixes.keep(tenant, prompt[:exact], final.cache, request.origin)
-            rows = min(final.rows, len(prompt) - 1)
-            if rows > exact and not request.verify:  # else the check leaves exact rows
-                begun = Conversation(tenant, prompt, (), prefill.author)
-                promise = prefill.quality, final.estimate
-                self._prefixes.keep_conversation(begun, final.cache, exact, *promise, request.origin, rows=rows)
+            prompt = self.prompt.layout.token_ids
+            self._prefixes.keep(request.tenant, prompt[:exact], final.cache, request.origin)
+            self._keep_begun(final._replace(exact=exact))
+
+    def _leave_blended_rows(self) -> None:
+        """Keep the rows of a blended prompt whose answer failed: the same prompt goes on from there. Exact ones are kept."""
+        blend = self.blend
+        if self.ended or blend is None or self.request.cold:
+            return
+        with suppress(Exception):  # the device may be out of order; and only later prompts would gain
+            if not bool(blend.logits.isnan().any()):  # such rows make every answer fail
+                prefill = self._begun
+                rows = self.prompt.layout.rows
+                self._keep_begun(FinalRows(blend.cache, rows, prefill.exact_rows, prefill.estimate))
+
+    def _keep_begun(self, final: FinalRows) -> None:
+        """Keep the rows of the prompt without an answer, if some are blended."""
+        request = self.request
+        prefill = self._begun
+        prompt = self.prompt.layout.token_ids
+        rows = min(final.rows, len(prompt) - 1)
+        if rows > final.exact and not request.verify:  # else the check leaves exact rows
+            begun = Conversation(request.tenant, prompt, (), prefill.author)
+            promise = prefill.quality, final.estimate
+            self._prefixes.keep_conversation(begun, final.cache, final.exact, *promise, request.origin, rows=rows)
 
     def _close(self, event: Event) -> None:
         if self.ended:
