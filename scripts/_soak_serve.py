@@ -24,17 +24,23 @@ import httpx
 from _load import Request, Sample, ask
 from _servers import CHAT
 from blend.serve.events import IN_MEMORY
+from blend.serve.failures import STORE_UNREACHABLE
 
 CORPUS = "soak"
 NOTICE = "notice number {} of the harbour office"  # words that stand in one notice and in no other
 TIMEOUT_S = 300.0
 MEGABYTE = 1 << 20
 TIE = 1e-3  # nats between the two likeliest tokens; below it rounding decides
-LEAST_BLENDED = 0.5  # of all answers; with fewer a soak is one of something else
+LEAST_BLENDED = 0.5  # of all answers that could be; with fewer a soak is one of something else
+FULL_AS_EXPECTED = {"": "full as asked", STORE_UNREACHABLE: "full without the store"}
+"""How a prompt got its KV that could not be blended, by the reason in its figures."""
 
 
 class Answer(NamedTuple):
-    """What came back. made: the caches that decide about it. how: its prompt got its KV: blended, computed or remembered."""
+    """What came back.
+
+    made: the caches that decide about it. how: its prompt got its KV: blended, computed, remembered, or in full as expected.
+    """
 
     text: str
     made: tuple[Any, ...]
@@ -48,7 +54,7 @@ class Answer(NamedTuple):
         if figures.get("reason") == IN_MEMORY or 0 < figures.get("rows", 0) <= reused + 1:
             return cls(text, ("full",), "remembered")
         if figures.get("method") == "full":
-            return cls(text, ("full",), "computed")
+            return cls(text, ("full",), FULL_AS_EXPECTED.get(figures.get("reason"), "computed"))
         hits = tuple(bool(source.get("hit")) for source in extension.get("sources", ()))
         counts = (figures.get("missing"), reused, figures.get("rows_computed", 0))
         return cls(text, (figures.get("method"), hits, *counts, *figures.get("notes", ())))

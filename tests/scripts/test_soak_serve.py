@@ -143,7 +143,18 @@ def test_what_is_remembered_whole_is_as_good_as_full_prefill():
 
     assert made(blended) == (("blend", (True, False), 1, 5, 0), "blended")
     assert made({**blended, "rows_reused": 89}) == (("full",), "remembered")
-    assert made({**blended, "method": "full"}) == (("full",), "computed")
+    assert made({**blended, "method": "full", "reason": "short"}) == (("full",), "computed")
+
+
+@pytest.mark.parametrize("reason", ["", "store_unreachable"])
+def test_what_could_not_be_blended_does_not_count_against_a_soak(reason):
+    ledger = Ledger()
+    full = Answer.of("The bell", {"figures": {"method": "full", "reason": reason, "rows": 90}})
+    for answer in (full, full, Answer("The bell", MADE)):
+        ledger.judge("q", answer, [])
+    assert not ledger.too_few_blended()
+    ledger.judge("q", Answer.of("The bell", {"figures": {"method": "full", "reason": "new", "rows": 90}}), [])
+    assert ledger.too_few_blended() == "too few answers were blended: 1 blended, 1 computed, 0 remembered"
 
 
 def looks(sizes):
