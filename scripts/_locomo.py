@@ -285,7 +285,7 @@ def table(results: Results) -> Iterator[str]:
         lines.append([name, *cells, cell(clustered(rows, "score"))])
     yield from markdown(f"score | {' | '.join(named.values())} | all ({len(full)})", lines)
     yield from markdown(
-        "method | less full | same with another order | as full's | KL | rows | with selection | TTFT",
+        "method | score less full's | same with another order | same as full's | KL | rows | with selection | sooner",
         ([name, *measures(rows, full)] for name, rows in by_method.items()),
     )
     recall = mean(row["recall"] for row in full if row["recall"] is not None)

@@ -12,9 +12,10 @@ from threading import Thread
 from types import SimpleNamespace
 
 import pytest
-from commands import module, printed
+from commands import main, module, printed
 
 import _servers
+from blend.errors import ConfigError
 from blend.rag import Rag
 from blend.serve.engine.scheduler import EmbeddedEngine
 from blend.serve.service import Service
@@ -109,6 +110,11 @@ def test_both_arms_are_asked_the_same(commands, tmp_path):
     (tmp_path / "lmcache" / "bin" / "lmcache").unlink()
     assert printed(*asked) == first, "every row was there"
     assert len(commands) == 2
+
+
+def test_a_file_without_rows_shows_no_empty_table(tmp_path):
+    with pytest.raises(ConfigError, match="run it without --show"):
+        main("bench_peers", "--json", tmp_path / "p.json", "--show")
 
 
 def test_arms_that_were_asked_other_prompts_are_not_compared():
