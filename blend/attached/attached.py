@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +15,25 @@ from weakref import WeakSet
 
 import torch
 
+from blend.attached.beginning import Beginning
 from blend.attached.calls import PromptCall, fill, last_rows, prompt_call
 from blend.attached.hooks import HookWatch
 from blend.attached.seen import SeenTexts
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, PromptError, StoreError
-from blend.layout import PlaceOrigin, PromptLayout, Tokens
+from blend.layout import PlaceOrigin, PromptLayout, Span, Tokens
 from blend.model.decoder import Decoder
 from blend.prefill.blender import Blend, Blender
 from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
 from blend.rag import Rag
 from blend.serve.engine.savings import reason_against
+from blend.serve.limits import MEMORY_BUDGET
 from blend.serve.prompts.reuse import PromptSearch
 from blend.serve.prompts.tenant import TenantState
 from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.token_index import LEAST_PIECE
 from blend.stopwatch import Progress, no_progress
-from blend.store import open_store
+from blend.store import ChunkPool, open_store
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -129,13 +131,14 @@ class Attached:
         root = Path(self._folder.name) if self._folder is not None else Path(store or "")
         # In memory no contextual caches: they take twice the time to learn.
         corpus = CorpusConfig(surrogate_tokens=0) if self._folder is not None else CorpusConfig()
-        rag = Rag(root, decoder=decoder, blend=config, corpus=corpus)
+        rag = Rag(root, decoder=decoder, blend=config, corpus=corpus, memory=ChunkPool(MEMORY_BUDGET))
         if self._folder is not None:
             rag.store = open_store("memory:", budget_bytes=learn_budget or None)
         rag.take_embedder_of_index()
         self._blender = Blender(decoder, rag.store, config, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
         self._tenant = TenantState(rag, learn_budget)
         self._seen = SeenTexts()
+        self._beginning: Beginning | None = None
         if self._folder is None and HookWatch(inner).present:
             raise ConfigError(
                 "the model has forward hooks, which may change what it computes, and a store knows no hooks: "
@@ -188,8 +191,8 @@ class Attached:
         pieces = dict[Tokens, None]()
         for text in texts:
             ids = tuple(decoder.tokenizer.encode(text, add_special_tokens=False))
-            spans = cutter.pieces(ids)
-            pieces |= {ids[span.start : span.stop]: None for span in spans if span.length >= LEAST_PIECE}
+            spans = _long_enough(cutter.pieces(ids))
+            pieces |= {ids[span.start : span.stop]: None for span in spans}
         with self._lock, self._passes_of_its_own():
             count = self._compute(list(pieces), progress)
             if self._blender.config.correction:
@@ -221,7 +224,9 @@ class Attached:
         if self._blender.config.reproducible:
             return 0
         library = self._blender.library(layout.kept_behind)
-        missing = library.missing_of(library.wanted(layout))
+        in_memory = library.tables()
+        wanted = [key for key in library.wanted(layout) if key.chunk not in in_memory[key.kind]]
+        missing = library.missing_of(wanted)
         library.compute(missing)
         return len({variant.chunk for variant in missing})
 
@@ -232,7 +237,7 @@ class Attached:
         stack = ExitStack()  # until `_after`: a blended pass changes the model's attention, in all threads
         stack.enter_context(self._lock)
         self._running.append(stack)
-        call = prompt_call(self._blender.decoder, args, kwargs)
+        call = prompt_call(self._blender, args, kwargs)
         if call is None:
             return None
         if not isinstance(call, str) and self._watch_hooks.changed:
@@ -276,7 +281,8 @@ class Attached:
         """The blended prefill of each prompt; nothing if no prompt has known text worth it, or on an error."""
         begin = perf_counter()
         distinct = list(dict.fromkeys(call.ids))
-        rows = sum(map(len, call.ids))
+        behind = len(call.ids) if self._blender.decoder.recurrent else 0  # last tokens, which only the model computes
+        rows = sum(map(len, call.ids)) + behind
         try:
             self._blender.follow_weights()
             learned = self._compute(list(self._seen.recurring(distinct)))
@@ -288,7 +294,7 @@ class Attached:
             blends = dict[Tokens, Blend]()
             if len(plain) < len(layouts):
                 for ids, layout in layouts.items():
-                    blends[ids] = self._blender.prefill(layout.all_plain() if ids in plain else layout, room=0)
+                    blends[ids] = self._prefill(layout.all_plain() if ids in plain else layout)
             reason = "" if blends else NOTHING_KNOWN
         except (StoreError, PromptError) as error:
             self.last = Attachment(rows, 0, rows, seconds=perf_counter() - begin, reason=str(error))
@@ -301,15 +307,34 @@ class Attached:
             for place, hit in zip(blend.layout.places, blend.hits, strict=True)
             if hit
         ]
-        computed = sum(blend.rows_recomputed for blend in blends.values()) if blends else rows
+        computed = sum(blend.rows_recomputed for blend in blends.values()) + behind if blends else rows
         self.last = Attachment(rows, sum(stored), computed, len(stored), learned, perf_counter() - begin, reason)
         return blends
+
+    def _prefill(self, layout: PromptLayout) -> Blend:
+        """Blend a prompt behind the rows with which the last one began, too. Raises `StoreError` and `PromptError`."""
+        model = self._blender.decoder.fingerprint
+        known = None if self._beginning is None else self._beginning.known(model, layout)
+        blend = self._blender.prefill(layout, room=0, known=known)
+        self._beginning = Beginning.of(blend)
+        return blend
 
     def _layout(self, ids: Tokens) -> PromptLayout:
         """A prompt with all known text as its places, and new text that may be learned."""
         tenant = self._tenant
         texts = tenant.texts(tenant.view(""), "", anywhere=True)
         return PromptSearch(tenant.chat.continued(ids), (), texts).reuse().layout
+
+
+def _long_enough(pieces: Iterable[Span]) -> list[Span]:
+    """Pieces of a text, the short ones joined to a neighbour; none if the whole text is too short to learn."""
+    joined = list[Span]()
+    for piece in pieces:
+        if joined and min(joined[-1].length, piece.length) < LEAST_PIECE:
+            joined[-1] = Span(joined[-1].start, piece.stop)
+        else:
+            joined.append(piece)
+    return [piece for piece in joined if piece.length >= LEAST_PIECE]
 
 
 def _tokenizer_of(model: Any) -> Any:

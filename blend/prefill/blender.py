@@ -205,6 +205,7 @@ class Blender(BlenderParts[DecoderT_co]):
         config: BlendConfig | None = None,
         room: int = 256,
         watch: Stopwatch | None = None,
+        known: ChunkCache | None = None,
     ) -> Blend:
         """Prefill a prompt from stored chunks.
 
@@ -215,6 +216,7 @@ class Blender(BlenderParts[DecoderT_co]):
             config: how rows are chosen; by default the blender's.
             room: tokens to reserve for decoding.
             watch: a stopwatch that runs since the query arrived, if that was earlier.
+            known: KV of the prefix, or of its first rows; the rest is computed.
 
         Returns:
             The prompt's KV, its first token, and what it cost.
@@ -232,7 +234,7 @@ class Blender(BlenderParts[DecoderT_co]):
             with self.decoder.before_head(partial(watch.switch, "first_token")):
                 return self.decoder.prefill([replace(request, mask=config.mask)])
 
-        steps = self.steps(layout, config=config, room=room, watch=watch)
+        steps = self.steps(layout, config=config, room=room, watch=watch, known=known)
         return run_steps(steps, run)
 
     def steps(
@@ -257,7 +259,7 @@ class Blender(BlenderParts[DecoderT_co]):
             room: as in `prefill`.
             watch: as in `prefill`.
             most_rows: rows of a pass at most; stored layers are then in place before a pass that other prompts share.
-            known: KV of the prefix, or of its first rows; the rest is computed.
+            known: as in `prefill`.
             new_cache: what the rows are written to; by default a cache of the decoder.
             needs_hit: raise `NothingStoredError` where the store holds none of the chunks, before anything is computed.
             moved: the rows of the layout's `MOVED` places.

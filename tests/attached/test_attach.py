@@ -12,7 +12,9 @@ import blend
 from blend import BlendConfig, Blender
 from blend.errors import ConfigError, UnsupportedModelError
 from blend.model.cache import cache_argument
-from tests.models import FAMILIES, build, tokenizer
+from blend.model.decoder import Decoder
+from blend.verified import keep_result
+from tests.models import FAMILIES, HYBRIDS, build, tokenizer
 
 PLAIN = BlendConfig(correction=False)
 
@@ -71,6 +73,63 @@ def test_known_text_is_used_as_blended_prefill_uses_it(name, blends):
         assert attached.last.rows_computed < attached.last.rows == ids.shape[1]
     assert answered(model, ids) == full
     assert blended == [list(blend.generate(made.decoder, made, ids[0].tolist(), max_new_tokens=6).token_ids)]
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "bamba", "falcon-h1", "lfm2"])
+def test_a_model_with_recurrent_layers_blends_once_it_is_verified(name, blends, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVBLEND_CACHE", str(tmp_path))
+    model = build(HYBRIDS[name])
+    ids = prompt(1, 0)
+    full = answered(model, ids)
+    with blend.attach(model, tokenizer(), config=PLAIN) as attached:
+        attached.learn(*TEXTS)
+        assert answered(model, ids) == full
+        assert "blend verify" in attached.last.reason
+        assert blends == []
+    keep_result(Decoder(model, tokenizer()), {"decision": "kept", "states": "composed"})
+    with blend.attach(model, tokenizer(), config=PLAIN) as attached:
+        attached.learn(*TEXTS)
+        blended = answered(model, ids)
+        (made,) = blends
+        assert (attached.last.reason, attached.last.rows) == ("", ids.shape[1])
+        assert attached.last.rows_stored > 150
+        assert attached.last.rows_computed < ids.shape[1] / 2
+        answered(model, ids.expand(2, -1))
+        assert "several prompts" in attached.last.reason
+    cache = made.decoder.native_cache(made.cache)
+    assert cache.get_seq_length() == ids.shape[1] - 1
+    assert blended == answered(model, ids, **{cache_argument(model): cache})
+
+
+def test_all_of_a_text_is_learned_the_short_piece_at_its_end_too():
+    model = build(FAMILIES["llama"])
+    texts = [words(length, length) for length in range(150, 310, 20)]
+    with blend.attach(model, tokenizer(), config=PLAIN) as attached:
+        attached.learn(*map(tokenizer().decode, texts))
+        for text in texts:
+            answered(model, torch.tensor([[1, *text, *words(40, "ask")]]), max_new_tokens=1)
+            assert attached.last.rows_stored >= len(text)
+
+
+def test_a_beginning_that_stays_is_computed_once(blends):
+    model = build(FAMILIES["llama"])
+    asked = prompt(1, 0, question=2)
+    with blend.attach(model, tokenizer(), config=PLAIN) as attached:
+        attached.learn(*TEXTS)
+        alone = answered(model, asked)
+    with blend.attach(model, tokenizer(), config=PLAIN) as attached:
+        attached.learn(*TEXTS)
+        answered(model, prompt(2, 1))
+        after_another = answered(model, asked)
+        attached.learn(*TEXTS)
+        with torch.no_grad():
+            model.model.embed_tokens.weight[2:].mul_(1.5)
+        answered(model, asked)
+        answered(model, asked)
+    ahead = [len(made.plan.ahead) for made in blends]
+    assert after_another == alone
+    assert ahead[0] == ahead[1] > ahead[2] == 0
+    assert ahead[3:] == [ahead[0], 0], "rows of other weights are no beginning"
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import transformers
 
 import blend
 from blend import CorpusConfig, Rag
+from blend.store import ChunkStore
 from tests import towns
 from tests.tiny_model import save_tiny_model
 
@@ -41,3 +42,26 @@ def test_the_store_of_precompute_is_known_to_a_model_of_the_same_weights_alone(f
     last = attached.last
     assert last.rows_stored > last.rows / 2, last
     assert (last.learned > 0) is is_changed, "caches of other weights are computed anew"
+
+
+def test_the_second_prompt_reads_nothing_from_the_store(folder, monkeypatch):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tiny")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
+    texts = [f"{file.read_text(encoding='utf-8')}\n\n" for file in sorted((folder / "documents").iterdir())[:4]]
+    opened = []
+    open_many = ChunkStore.open_many
+
+    def recorded(store, keys):
+        opened.extend(keys)
+        return open_many(store, keys)
+
+    monkeypatch.setattr(ChunkStore, "open_many", recorded)
+    counts = []
+    with blend.attach(model, tokenizer, folder / "store") as attached:
+        for question in ("How many gates does the harbour have, and who closes them?", "Who rings the bell at night?"):
+            inputs = tokenizer("".join([*texts, question]), return_tensors="pt")
+            model.generate(**inputs, max_new_tokens=1, do_sample=False)
+            assert attached.last.rows_stored > attached.last.rows / 2
+            counts.append(len(opened))
+    assert counts[0] > 0
+    assert counts[1] == counts[0]

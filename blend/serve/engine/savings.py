@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from blend.layout import PlaceOrigin, common_length
@@ -12,10 +12,10 @@ from blend.serve.events import COLD, NOTHING, SHORT
 from blend.serve.prompt import Prompt
 
 if TYPE_CHECKING:
+    from blend.chunks.library import ChunkLibrary
     from blend.config import BlendConfig
-    from blend.layout import PromptLayout
+    from blend.layout import PromptLayout, Tokens
     from blend.prefill.blender import Blender
-    from blend.types import ChunkKey
 
 LEAST_GAIN = 32  # rows: saving fewer is not worth an approximation; chosen, not measured
 
@@ -57,21 +57,28 @@ def reason_against(blender: Blender, layout: PromptLayout, config: BlendConfig, 
     if config.ratio >= 1:
         return "everything is recomputed"
     library = blender.library(layout.kept_behind)
-    keys: dict[tuple[int, ...], list[ChunkKey]] = {}
-    for variant in library.wanted(layout):
-        keys.setdefault(variant.chunk, []).append(library.key(variant))
-    readable = blender.store.readable(chain.from_iterable(keys.values()))
-    stored = (place for place in layout.places if place.stored and not readable.isdisjoint(keys[place.stored]))
+    chunks = {chunk for chunk in layout.stored if chunk is not None}
+    readable = _readable(library, chunks)
+    stored = (place for place in layout.places if place.stored in readable)
     stored_rows = sum(len(place.tokens) for place in stored)
     stored_rows += sum(len(place.tokens) for place in layout.places if place.origin is PlaceOrigin.MOVED)
     decoder = blender.decoder
     # What was timed differs from one start to the next.
-    timed = 0.0 if config.reproducible else decoder.pass_rows + decoder.operator_rows * len(keys)
+    timed = 0.0 if config.reproducible else decoder.pass_rows + decoder.operator_rows * len(chunks)
     cost = least_gain + timed + _question_rows(blender, layout, config)
     if stored_rows * (1 - config.ratio) > cost:
         return ""
     rows = sum(len(place.tokens) for place in layout.places if place.origin is not PlaceOrigin.TEXT)
     return COLD if rows * (1 - config.ratio) > cost else SHORT
+
+
+def _readable(library: ChunkLibrary, chunks: Set[Tokens]) -> set[Tokens]:
+    """Those of these chunks that have a cache in memory or in the store. Raises `StoreError`."""
+    tables = library.tables().values()
+    ready = {chunk for chunk in chunks if any(chunk in table for table in tables)}
+    keys = {library.key(variant): variant.chunk for variant in library.variants(sorted(chunks - ready))}
+    readable = library.store.readable(keys)
+    return ready | {keys[key] for key in readable}
 
 
 def _question_rows(blender: Blender, layout: PromptLayout, config: BlendConfig) -> float:
