@@ -131,9 +131,11 @@ def clone(tmp_path_factory):
     data.mkdir(parents=True)
     (data / "hotpotqa_n100.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
     scored = {role: {str(number): score for number, score in enumerate(scores)} for role, scores in SCORES.items()}
-    (data / "anchors_theirs.json").write_text(json.dumps({"tracks": {"re": {"hotpotqa": scored}}}))
-    few = {role: {"0": scores["0"]} for role, scores in scored.items()}
-    (data / "anchors_few.json").write_text(json.dumps({"tracks": {"re": {"hotpotqa": few}}}))
+    first = {role: {"0": scores["0"]} for role, scores in scored.items()}
+    tiny = str(clone / "tiny")
+    for name, model, scores in (("theirs", tiny, scored), ("few", tiny, first), ("large", "large", scored)):
+        anchors = {"model": model, "tracks": {"re": {"hotpotqa": scores}}}
+        (data / f"anchors_{name}.json").write_text(json.dumps(anchors))
     save_tiny_model(clone / "tiny", RECORDS[0]["chunks"][0], initializer_range=0.4)
     return clone
 
@@ -207,9 +209,9 @@ def test_every_method_runs_in_the_arena_on_its_prompt(clone):
     assert "| kvblend_5 | 0.000 | 0.00 | -0.750 [-0.75, -0.75] |" in theirs, (
         "anchors of the two questions that are asked"
     )
-    for unknown in ("others", "few"):
-        with pytest.raises(ConfigError, match="leave --anchors out"):
-            bench(*options(clone, "--show", "--anchors", unknown))
+    for name, why in (("others", "has no anchors"), ("few", "lack '1'"), ("large", "are of large")):
+        with pytest.raises(ConfigError, match=f"{why}.*; leave --anchors out"):
+            bench(*options(clone, "--show", "--anchors", name))
 
 
 def test_results_of_other_questions_are_not_taken_for_these(clone, tmp_path):
