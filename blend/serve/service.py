@@ -208,11 +208,14 @@ class Service:
         *,
         provisional: bool = False,
     ) -> bool:
-        """Measure the KV corrections while the engine is idle; False if given up, by `give_up` or because this is closed."""
+        """Measure the KV corrections while the engine is idle; False if given up, by `give_up` or because this is closed.
+
+        Those of learned text, which are provisional, also wait for caches: without them nothing is blended.
+        """
 
         def until_idle(*progress: object) -> None:
             while self._open and not give_up():
-                if self.engine.wait_idle(_LOOK_S, prompts_alone=True):
+                if self.engine.wait_idle(_LOOK_S, prompts_alone=not provisional):
                     return
             raise _GivenUpError
 

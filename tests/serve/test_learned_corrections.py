@@ -1,17 +1,21 @@
 """KV corrections of learned text: fitted in idle time on text that no client brought, until a corpus brings its own."""
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from changing import until, words
 from rooms import ask, serving, settled
 
+from blend.chunks.library import ChunkLibrary
 from blend.config import BlendConfig
 from blend.layout import PlaceOrigin, PromptLayout
+from blend.prefill.blender import Blender
 from blend.rag import Rag
 from blend.serve.request import GivenDocument, Message, Request
 from blend.serve.service import Service
@@ -52,6 +56,27 @@ def test_learned_text_is_corrected_and_that_of_the_fit_is_not_stored(empty: Serv
     with closing(sqlite3.connect(rag.root / "learned.sqlite")) as file:
         listed = {digest for (digest,) in file.execute("SELECT digest FROM caches")}
     assert {key.digest for key in list(rag.store.keys())} == listed != set()
+
+
+def test_caches_of_learned_text_come_before_its_corrections(empty: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit takes the model for minutes on a slow machine."""
+    keep = ChunkLibrary.keep
+    calibrate = Blender.calibrate
+    waiting = list[int]()
+
+    def slow_keep(*arguments: Any) -> Any:
+        if not waiting:
+            time.sleep(0.7)  # longer than the thread that fits waits between two looks
+        return keep(*arguments)
+
+    def watched_calibrate(*arguments: Any, **fields: Any) -> Any:
+        waiting.append(empty.engine.stats().encoding)
+        return calibrate(*arguments, **fields)
+
+    monkeypatch.setattr(ChunkLibrary, "keep", slow_keep)
+    monkeypatch.setattr(Blender, "calibrate", watched_calibrate)
+    learn(empty, words("mill", 22))
+    assert waiting == [0]
 
 
 def test_no_clients_text_has_part_in_what_serves_all_prompts(tmp_path: Path, model: Path) -> None:
