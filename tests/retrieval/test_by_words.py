@@ -70,6 +70,27 @@ def test_vectors_of_words_are_unit_vectors_and_tell_texts_apart():
     assert vectors[0] @ vectors[1] > 0.99 > 0.6 > vectors[0] @ vectors[2]
 
 
+def test_a_word_that_is_repeated_counts_more_but_not_as_often():
+    several, mill, lamp = load_embedder("words").embed(["Mill, mill, mill and mill, lamp!", "mill and", "lamp and"])
+    assert several @ mill > several @ lamp
+    single, twice = load_embedder("words").embed(["mill lamp", "mill mill mill mill lamp"])
+    assert single @ twice == pytest.approx(3 / (2**0.5 * 5**0.5), abs=1e-5)
+
+
+def test_texts_without_a_common_word_are_not_alike_however_long_they_are():
+    first, second = load_embedder("words").embed([" ".join(f"{name}{n}" for n in range(200)) for name in ("a", "b")])
+    assert abs(first @ second) < 0.25
+
+
+def test_progress_has_a_begin_and_an_end():
+    steps = []
+    embedder = load_embedder("words")
+    embedder.embed(["mill", "lamp"], progress=lambda *step: steps.append(step))
+    assert steps == [("embed", 0, 2), ("embed", 2, 2)]
+    assert embedder.embed([], progress=lambda *step: steps.append(step)).shape == (0, embedder.dimension)
+    assert steps[2:] == [("embed", 0, 0)]
+
+
 def test_the_default_gives_way_to_words_and_says_so(no_model, caplog):
     with caplog.at_level(logging.WARNING):
         embedder = load_embedder_or_words("minilm")
