@@ -17,7 +17,7 @@ Progress = Callable[[str, int, int], None]
 
 Of a precompute: "chunk" in documents, "embed" in chunks, "restore" in caches, "encode" and "calibrate" in tokens, "solve" in
 layers, "questions".
-Of a fetch of weights: "download" in parts, and "wait", "verify" and "convert", one step each; "load" in tensors.
+Of a fetch of weights: "download" in bytes, and "wait", "verify" and "convert", one step each; "load" in tensors.
 """
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from blend.stopwatch import Progress
 
 LINE_EVERY_S = 10.0
+MEGABYTE = 10**6
 DRAWN_AFTER_S = 2.0
 _FORESEEABLE = 50  # the first of so many parts includes one-time work, and predicts nothing about the others
 _LAYOUTS = ((30, True), (12, True), (12, False), (6, False))  # width of the bar in columns; whether the rate is shown
@@ -57,7 +58,7 @@ _STAGES = {
 }
 _FETCHES = {
     "wait": StageWords("Waiting for another process that fetches the same weights"),
-    "download": StageWords("Downloading weights", "parts"),
+    "download": StageWords("Downloading weights", "MB"),
     "verify": StageWords("Checking sha256"),
     "convert": StageWords("Converting to safetensors, once"),
     "load": StageWords("Loading weights", "tensors"),
@@ -157,6 +158,11 @@ class StageDisplay:
         if context is not None:
             context.call_on_close(self.end)
 
+    @property
+    def words(self) -> StageWords | None:
+        """Those of the stage that is shown."""
+        return self._stage.words if self._stage is not None else None
+
     def update(self, words: StageWords, done: int, total: int) -> None:
         """Show that so much of a stage is done. Another stage than the last one begins."""
         if self._stage is None or self._stage.words != words:
@@ -220,12 +226,17 @@ def fetch_progress() -> Progress:
 
     def show(name: str, done: int, total: int) -> None:
         words = _FETCHES[name]
-        display.update(words, done, total)
+        begins = display.words != words
+        megabytes = round(total / MEGABYTE)
+        if name == "download":
+            display.update(words, round(done / MEGABYTE), megabytes)
+        else:
+            display.update(words, done, total)
         if done == total > 0:
             display.end()
-        elif not draws_bars() and name != "load":  # the commands say what they load
-            part = f", part {done + 1} of {total}" if words.unit else ""
-            note(f"{words.words}{part} ...")
+        elif begins and not draws_bars() and name != "load":  # the commands say what they load
+            amount = f", {megabytes:,} MB" if name == "download" else ""
+            note(f"{words.words}{amount} ...")
 
     return show
 

@@ -182,7 +182,8 @@ def _load_files(location: str, dtype: str, device: torch.device, loading: Loadin
         config = AutoConfig.from_pretrained(location, **where)
         chosen = pick_dtype(dtype, device, config)
         with LOADING, loading.counting():
-            return tokenizer, auto_class(config).from_pretrained(location, dtype=chosen, **where)
+            bar = loading.bar_of_downloads()
+            return tokenizer, auto_class(config).from_pretrained(location, dtype=chosen, tqdm_class=bar, **where)
 
     try:
         return here_or_from_hub(location, load)

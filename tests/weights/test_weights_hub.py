@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,10 @@ class _Handler(Answering, BaseHTTPRequestHandler):
         if path.startswith("/api/models/") and "/tree/" not in path:
             files = [{"rfilename": file.name} for file in self.server.folder.iterdir()]
             self.send(json.dumps({"id": "x/y", "sha": COMMIT, "siblings": files, "tags": []}).encode())
+        elif re.fullmatch(r"/api/models/some/model/tree/\w+", path):
+            files = [(file.name, file.stat().st_size) for file in self.server.folder.iterdir()]
+            tree = [{"type": "file", "path": name, "size": size, "oid": COMMIT} for name, size in files]
+            self.send(json.dumps(tree).encode())
         elif "/resolve/" in path and self.server.gated:
             self.send(b"{}", 401, X_Error_Code="GatedRepo", X_Error_Message="Access to model is restricted")
         elif "/resolve/" in path and file.is_file():
@@ -112,6 +117,41 @@ def test_a_model_of_the_hub_is_loaded_once_and_found_without_it(hub, tmp_path):
     hub.asked.clear()
     assert run(LOAD, hub, tmp_path)[:2] == (0, "4096")
     assert not [path for path in hub.asked if "some/model" in path], "nothing is asked for what is here"
+
+
+STEPS = "from blend import Decoder; Decoder.load('some/model', device='cpu', progress=print)"
+
+
+def test_the_bytes_of_weights_that_come_from_the_hub_are_counted(hub, tmp_path):
+    code, out, err = run(STEPS, hub, tmp_path)
+    assert code == 0, err
+    steps = [line.split() for line in out.splitlines()]
+    (size,) = {file.stat().st_size for file in hub.folder.glob("*.safetensors")}
+    downloads = [(int(done), int(total)) for stage, done, total in steps if stage == "download"]
+    assert downloads[0] == (0, size)
+    assert downloads[-1] == (size, size)
+    stages = [stage for stage, *_ in steps]
+    assert stages.index("download") < stages.index("load", 1), "then its tensors are loaded"
+    assert "%" not in err, "no other bar is drawn"
+    again = run(STEPS, hub, tmp_path)
+    assert "download" not in again[1]
+
+
+def test_weights_in_several_files_are_counted_together(hub, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    whole = next(hub.folder.glob("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(hub.folder)
+    whole.unlink()
+    model.save_pretrained(hub.folder, max_shard_size="100KB")
+    files = [file.stat().st_size for file in hub.folder.glob("*.safetensors")]
+    assert len(files) > 1
+    code, out, err = run(STEPS, hub, tmp_path)
+    assert code == 0, err
+    steps = [line.split() for line in out.splitlines()]
+    downloads = [(int(done), int(total)) for stage, done, total in steps if stage == "download"]
+    assert downloads[-1] == (sum(files), sum(files))
+    assert max(done for done, _ in downloads[:-1]) < sum(files), "the stage ends once"
 
 
 def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hub, tmp_path):
