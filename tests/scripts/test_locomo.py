@@ -165,7 +165,10 @@ def read(request, tmp_path):
     """The conversations, read from each form that LoCoMo has had."""
     if request.param == "list":
         file = tmp_path / "locomo10.json"
-        parts = [{"sample_id": name, "conversation": each, "qa": each["qa"]} for name, each in CONVERSATIONS.items()]
+        parts = [
+            {"sample_id": f"conv-{name}", "conversation": each, "qa": each["qa"]}
+            for name, each in CONVERSATIONS.items()
+        ]
         file.write_text(json.dumps(parts))
     elif request.param == "zip":
         file = tmp_path / "locomo10.zip"
