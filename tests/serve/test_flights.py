@@ -78,9 +78,13 @@ def test_an_ended_request_is_not_compared() -> None:
 
 def test_a_request_that_is_forgotten_has_ended() -> None:
     flights = Flights()
-    begun(flights, ONE)
+    lost = begun(flights, ONE)
+    lost.computed.add(NAMES[0])
+    del lost
     gc.collect()
-    assert begun(flights, ONE).joined == 0
+    late = begun(flights, ONE)
+    assert late.joined == 0
+    assert not late.computed
 
 
 def test_users_are_never_compared() -> None:
@@ -144,6 +148,7 @@ def test_text_that_is_announced_counts_as_awaited() -> None:
     flights = Flights()
     first = begun(flights, ONE, TWO, announced={NAMES[0]: 3})
     assert (first.joined, first.shared) == (3, {NAMES[0]})
+    assert begun(Flights(), ONE, TWO, announced={NAMES[0]: 1, NAMES[1]: 4}).joined == 4
     second = begun(flights, ONE, TWO, announced={NAMES[0]: 1})
     assert first.awaited() == Counter({NAMES[0]: 3, NAMES[1]: 1}), "others that came are among those announced"
     assert second.awaited() == Counter({NAMES[0]: 1, NAMES[1]: 1})

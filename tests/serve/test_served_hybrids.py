@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cases import blended, make_layout
-from engines import MakeEngine, ask, passes_of
+from engines import Answer, MakeEngine, ask, passes_of
 from models import decoder
-from rooms import QUESTION, make_rag, serving, settled
+from rooms import FEW, QUESTION, make_rag, put, serving, settled
 from rooms import ask as put_question
 
 from blend.config import BlendConfig
@@ -18,8 +19,10 @@ from blend.layout import PromptLayout
 from blend.model.generate import generate
 from blend.prefill.blender import Blender
 from blend.sampling import Sampling
+from blend.serve.engine.profile import PrefillProfile
 from blend.serve.engine.savings import reason_against
 from blend.serve.events import ONLY_PARTS
+from blend.serve.request import Message, Request
 from blend.store import open_store
 from blend.verified import UNCHECKED, keep_result, may_blend
 from tests.tiny_model import BAMBA, save_tiny_model
@@ -140,6 +143,30 @@ def test_text_of_requests_is_learned(corpus: tuple[Path, Path], tmp_path: Path) 
         assert all(source.hit for source in answer.sources if len(source.text) > 400)
         settled(service)
         assert put_question(service, moved, cold=True).text == answer.text
+
+
+def test_requests_that_come_together_compute_shared_text_once(
+    corpus: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators of text apart are composed in any order; answers are those of learned text."""
+    monkeypatch.setattr(PrefillProfile, "seconds", lambda profile, rows: 60.0)  # a tiny model is faster than any store
+    tales = [_tale(seed, 30) for seed in (11, 12)]
+    with serving(tmp_path / "store", corpus[1], learn_budget=1 << 26, least_gain=32) as service:
+        requests = [
+            Request((Message("user", f"Task {number}.\n\n{one}{other}{QUESTION}"),), sampling=FEW)
+            for number, (one, other) in enumerate((tales, tales[::-1], tales))
+        ]
+        prompts = [service.prepare(request) for request in requests]
+        answers = [Answer() for _ in prompts]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            service.take(prompt, answer)
+        first, *others = [answer.wait().figures for answer in answers]
+        assert first.rows_ahead > 0.7 * first.rows
+        assert all(figures.rows_ahead < 0.2 * figures.rows for figures in others)
+        assert all(figures.rows_shared > 0.6 * figures.rows for figures in (first, *others))
+        settled(service)
+        for request, answer in zip(requests, answers, strict=True):
+            assert put(service, replace(request, cold=True)).text == answer.text
 
 
 def test_edited_text_is_learned_anew_where_it_changed(corpus: tuple[Path, Path], tmp_path: Path) -> None:

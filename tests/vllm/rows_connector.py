@@ -1,6 +1,7 @@
-"""kvblend's connector for proofs: loads of prompts that end with `FAILS` fail."""
+"""kvblend's connector for proofs: loads of prompts that end with `FAILS` fail, and a slow disk is waited for."""
 
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Collection, Hashable
 
 from blend.errors import StoreError
 from blend.integrations.vllm.connector import KVBlend
@@ -37,6 +38,17 @@ def together_that_fails(workers: WorkerGroup, step: Callable[[], Hashable]) -> N
     together(workers, uneven)
 
 
+is_patient = threading.Event()
+"""While it is set, prompts wait for a store however long it stalls the owner of text that they share."""
+is_patient.set()
+is_overdue = Flight.is_overdue
+
+
+def is_overdue_at_last(flight: Flight, names: Collection[bytes]) -> bool:
+    return not is_patient.is_set() and is_overdue(flight, names)
+
+
+Flight.is_overdue = is_overdue_at_last  # type: ignore[method-assign]
 RowBlender.blending = blending_that_fails  # type: ignore[method-assign]
 WorkerGroup.together = together_that_fails  # type: ignore[method-assign]
 

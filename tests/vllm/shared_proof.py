@@ -15,6 +15,7 @@ import torch
 from layouts import marked
 from offline import Asked, Engine, ticketed
 from places import REPOSITORY
+from rows_connector import is_patient
 
 from blend.chunks.library import ChunkLibrary
 from blend.errors import StoreError
@@ -196,6 +197,7 @@ def test_a_store_that_hangs_holds_nobody_back_for_long(
         keep(library, *cache)
 
     monkeypatch.setattr(ChunkLibrary, "keep", put)
+    is_patient.clear()
     longer = replace(alone, suffix=alone.suffix * 4)  # the owner is shorter, and comes first
     names = [engine.add(asked(layout), ANSWER) for layout in (*sharing, longer)]
     ended = list[str]()
@@ -203,6 +205,7 @@ def test_a_store_that_hangs_holds_nobody_back_for_long(
         outputs = engine.llm.llm_engine.step()
         ended += [output.request_id for output in outputs if output.finished]
     assert ended == [names[2], names[1]]
+    is_patient.set()
     goes_on.set()
     assert ends(engine, names)
 
