@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
+from layouts import marked
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,7 +25,8 @@ from blend.errors import StoreError
 from blend.integrations.vllm.contract import LayoutTicket
 from blend.integrations.vllm.middleware import KVBlend
 from blend.integrations.vllm.prompts import CHAT, LocalPrompts, PromptForVLLM, template_arguments
-from blend.layout import PlaceOrigin
+from blend.layout import PlaceOrigin, PromptLayout
+from blend.serve.flights import Flights
 from blend.serve.prompts.tenant import StoreWatch
 from blend.store import open_store
 from tests.tiny_model import save_tiny_model
@@ -386,3 +388,20 @@ def test_a_prompt_waits_for_others_no_longer_than_it_took_itself(
         assert not slow.done()
         goes_on.set()
         assert counts(slow.result()) == {0}
+
+
+def test_pieces_are_divided_where_another_request_brings_a_part() -> None:
+    flights = Flights()
+    one, two, three = (tuple(range(100 * number, 100 * number + 60)) for number in (1, 2, 3))
+
+    def prompt(*texts: tuple[int, ...]) -> PromptForVLLM:
+        layout = marked(PromptLayout.of_chunks((1,), texts, (2,)), new=range(len(texts)))
+        return PromptForVLLM([], {}, LayoutTicket(layout), "", flights.begin("", texts))
+
+    joined, apart = prompt((*one, *two), three), prompt(two, three)
+    ticket = joined.compared().ticket
+    assert ticket is not None
+    assert [place.tokens for place in ticket.layout.places] == [one, two, three]
+    assert ticket.awaited == (0, 1, 1)
+    assert apart.flight is not None
+    assert apart.flight.awaited().total() == 2
