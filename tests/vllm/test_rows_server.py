@@ -1,7 +1,6 @@
 """vLLM's own server whose model recomputes the rows: no other process; documents, a corpus and pasted text as ever."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,29 +112,6 @@ def test_learned_text_is_found_again_at_any_offset(server: Server, own: Own) -> 
     assert shown["figures"]["method"] == "rows"
     assert shown["figures"]["rows_computed"] < 0.6 * shown["figures"]["rows"]
     assert {source["kind"] for source in shown["sources"]} == {"learned"}
-
-
-def test_requests_that_come_together_compute_once_what_they_share(server: Server) -> None:
-    """In any order of the documents. The first to come may be computed before the others are known."""
-    texts = [
-        " ".join(f"Berth {berth} of the {name} takes {40 + 3 * berth} boats." for berth in range(14))
-        for name in ("marina", "shipyard", "lagoon", "canal")
-    ]
-    before = server.counts()
-
-    def ask(number: int) -> dict[str, Any]:
-        documents = [{"text": text} for text in (*texts[number:], *texts[:number])]
-        return server.ask(f"Task {number}: how many boats?", documents=documents)[1]["figures"]
-
-    with ThreadPoolExecutor(len(texts)) as pool:
-        shown = list(pool.map(ask, range(len(texts))))
-    cold = [figures for figures in shown if figures.get("reason") == "cold"]
-    assert len(cold) <= 1
-    blended = [figures for figures in shown if figures not in cold]
-    assert sum(figures.get("rows_ahead", 0) for figures in blended) < 1.1 * blended[0]["rows"]
-    assert all(figures["rows_computed"] < 0.6 * figures["rows"] for figures in blended)
-    assert sum(figures.get("rows_shared", 0) for figures in blended) > 1.5 * blended[0]["rows"]
-    until(lambda: server.counts()["rows_shared"] > before["rows_shared"])
 
 
 UMEA = "How many bridges has Umea?"
