@@ -67,6 +67,8 @@ def test_earlier_questions_count_less(by_words):
 def test_vectors_of_words_are_unit_vectors_and_tell_texts_apart():
     vectors = load_embedder("words").embed([*PASSAGES.values(), "", "?!"])
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    broken, mill = load_embedder("words").embed(["mill\ud800", "mill"])
+    np.testing.assert_array_equal(broken, mill)
     assert vectors[0] @ vectors[1] > 0.99 > 0.6 > vectors[0] @ vectors[2]
 
 

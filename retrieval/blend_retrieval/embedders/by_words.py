@@ -52,5 +52,5 @@ class _Place(NamedTuple):
 @lru_cache(_KEPT)
 def _place_of(word: str) -> _Place:
     """Where a word counts, the same in every process. The sign lets words that share a place cancel out on average."""
-    digest = int.from_bytes(blake2b(word.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "big")
+    digest = int.from_bytes(blake2b(word.encode(), digest_size=4).digest(), "big")
     return _Place(digest % _DIMENSION, 1 if digest >> 31 else -1)
