@@ -33,10 +33,11 @@ def plain(ids: tuple[int, ...]) -> PromptLayout:
 
 
 class GivenUp(NamedTuple):
-    """A prompt that was given up. rows: how many were computed by then."""
+    """A prompt that was given up. rows: how many were computed by then; last: the last one's position."""
 
     answer: Answer
     rows: int
+    last: int
 
 
 def give_up(
@@ -50,14 +51,15 @@ def give_up(
     """Ask, and give the prompt up as soon as this many rows were computed. stop: does so, in the pass behind them."""
     prefill = engine.decoder.prefill
     cancelled = threading.Event()
-    computed = 0
+    computed = last = 0
 
     def counted(requests: Sequence[RowRequest], **fields: Any) -> torch.Tensor:
-        nonlocal computed
+        nonlocal computed, last
         if computed >= rows:
             stop(cancelled)
         logits = prefill(requests, **fields)
         computed += sum(request.run.rows for request in requests)
+        last = int(requests[-1].positions[-1])
         if computed >= rows and stop is threading.Event.set:
             stop(cancelled)
         return logits
@@ -65,7 +67,7 @@ def give_up(
     with monkeypatch.context() as patch:
         patch.setattr(engine.decoder, "prefill", counted)
         answer = ask(engine, layout, **{**BUSY, **more}, cancelled=cancelled).wait()
-    return GivenUp(answer, computed)
+    return GivenUp(answer, computed, last)
 
 
 def again(engine: EmbeddedEngine, layout: PromptLayout, **more: Any) -> Answer:
@@ -155,24 +157,36 @@ def blended(engine: EmbeddedEngine) -> PromptLayout:
     return layout
 
 
-def given_up_blended(engine: EmbeddedEngine, layout: PromptLayout, monkeypatch: Any) -> Figures:
-    """Give a blended prompt up near its end; the figures of the same prompt that is not given up."""
-    whole = again(engine, layout, cold=True)
+class GivenUpBlended(NamedTuple):
+    """A blended prompt that was given up near its end. whole: figures of the same one that is not given up.
+
+    final: its first rows that were final.
+    """
+
+    whole: Figures
+    final: int
+
+
+def given_up_blended(engine: EmbeddedEngine, layout: PromptLayout, monkeypatch: Any) -> GivenUpBlended:
+    whole = again(engine, layout, cold=True, trace=True)
     assert whole.figures.method == "blend"
     rows = whole.figures.rows_computed + len(layout.suffix) - 2 * PIECE  # the question runs twice
-    assert give_up(engine, layout, rows, monkeypatch).answer.end_reason == "cancelled"
-    return whole.figures
+    given_up = give_up(engine, layout, rows, monkeypatch)
+    assert given_up.answer.end_reason == "cancelled"
+    chosen = [number for number, token in enumerate(whole.started.trace) if token.recomputed]
+    return GivenUpBlended(whole.figures, min(number for number in chosen if number > given_up.last))
 
 
 def test_a_blended_prompt_goes_on_where_it_was_given_up(make_engine: MakeEngine, monkeypatch: Any) -> None:
     engine = make_engine(**SMALL_PIECES)
     layout = blended(engine)
     expected = alone(engine.blender, layout)
-    whole = given_up_blended(engine, layout, monkeypatch)
+    given_up = given_up_blended(engine, layout, monkeypatch)
     before = engine.prefixes.nbytes
     second = again(engine, layout)
     assert second.figures.rows_inexact > 0
-    assert second.figures.rows_computed < whole.rows_computed / 2
+    assert second.figures.rows_reused == given_up.final
+    assert second.figures.rows_computed < given_up.whole.rows_computed / 2
     assert second.tokens == expected
     turn = PromptLayout.of_chunks(layout.prefix, (*layout.chunks, (*layout.suffix, *second.tokens)), (9, 8, 7))
     assert again(engine, turn).figures.rows_reused == layout.rows + len(second.tokens) - 1

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cases import make_layout
+from cases import cache_chunks, make_layout
 from engines import MakeEngine, ask
 from served import logged
 
+from blend.config import BlendConfig
 from blend.serve.engine import progress
 from blend.serve.engine.progress import ProgressLog
 from blend.serve.failures import LOG
@@ -67,3 +68,18 @@ def test_the_engine_says_how_far_a_prompt_is(
     assert computed == sorted(set(computed))
     assert len(computed) > 5
     assert computed[-1] < answer.figures.rows_computed
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.97])
+def test_rows_of_a_blended_prompt_are_counted_with_those_of_its_beginning(
+    ratio: float, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]]
+) -> None:
+    engine = make_engine(pass_rows=8, most_running=2)
+    layout = make_layout(chunks=(60, 50, 70), suffix=9)
+    cache_chunks(engine.blender, layout)
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    answer = ask(engine, layout, id="slow", priority=1, cold=True, config=BlendConfig(ratio=ratio)).wait()
+    assert answer.figures.method == "blend"
+    assert {line["of"] for line in lines} == {answer.figures.rows_computed}
+    assert lines[0]["computed"] == min(6, len(layout.prefix))
+    assert answer.figures.rows_computed - lines[-1]["computed"] <= 6
