@@ -177,9 +177,13 @@ def given_up_blended(engine: EmbeddedEngine, layout: PromptLayout, monkeypatch: 
     return GivenUpBlended(whole.figures, min(number for number in chosen if number > given_up.last))
 
 
-def test_a_blended_prompt_goes_on_where_it_was_given_up(make_engine: MakeEngine, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("instructions", [(), IDS[:30]])
+def test_a_blended_prompt_goes_on_where_it_was_given_up(
+    instructions: tuple[int, ...], make_engine: MakeEngine, monkeypatch: Any
+) -> None:
     engine = make_engine(**SMALL_PIECES)
     layout = blended(engine)
+    layout = PromptLayout.of_chunks((*layout.prefix, *instructions), layout.chunks, layout.suffix, layout.prefix)
     expected = alone(engine.blender, layout)
     given_up = given_up_blended(engine, layout, monkeypatch)
     before = engine.prefixes.nbytes
