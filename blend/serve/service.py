@@ -15,7 +15,9 @@ from blend.errors import StoreError
 from blend.serve.audit import Auditor, verified
 from blend.serve.documents.documents import Documents, indexing_turns
 from blend.serve.engine.profile import PrefillProfile
+from blend.serve.engine.progress import EVERY_S
 from blend.serve.events import Audit, OnEvent, QueueFullError
+from blend.serve.failures import LOG
 from blend.serve.flights import Flights, landing
 from blend.serve.forms.grammar import GrammarCompiler
 from blend.serve.forms.thoughts import markers_of
@@ -115,6 +117,8 @@ class Service:
             self._profile.measure()
         if not self.full:
             self._stand_by()
+            if rag.blend_config.reproducible:
+                self._complete_corpora()
             self._tenants[""].read_corpora()
         self.ready = True
 
@@ -122,6 +126,17 @@ class Service:
         """Continue the uploads of all corpora that an earlier server accepted, or another one that ends."""
         for tenant, corpus in sorted(kept_corpora(self._rag.root) - self._documents.keys()):
             self.documents(tenant, corpus)
+
+    def _complete_corpora(self) -> None:
+        """Compute the caches and KV corrections that the corpora lack: if they came later, they would change answers."""
+        for (tenant, corpus), documents in list(self._documents.items()):
+            while self._open and not documents.wait(EVERY_S):
+                states = documents.listing()
+                progress = {
+                    "computed": sum(state.tokens_done for state in states),
+                    "of": sum(state.tokens_total for state in states),
+                }
+                LOG.info("completing_corpus", extra={"tenant": tenant, "corpus": corpus, **progress})
 
     def tenant(self, tenant: str) -> TenantState:
         """The state of a tenant. Raises `ConfigError` for an invalid name."""

@@ -101,7 +101,8 @@ def test_a_model_that_is_loading_is_no_error(visit):
     """The server's answer while it loads is played to the page, then the server answers itself."""
     visitor = visit(refused=True)
     page = visitor.page
-    body = {"error": {"message": "the server is loading its model; try again in a moment", "code": "loading"}}
+    message = "the server is not ready: it loads its model, or completes its store; try again in a moment"
+    body = {"error": {"message": message, "code": "loading"}}
     page.route("**/v1/models", lambda route: route.fulfill(status=503, json=body))
     page.reload()
     note = page.get_by_role("status").filter(has_text="The model is loading")

@@ -1,5 +1,6 @@
 """`--reproducible`: the same prompt gives the same answer, whatever was asked before and whatever is asked at the same time."""
 
+import logging
 import random
 import shutil
 from collections import Counter
@@ -15,6 +16,7 @@ from engines import passes_of
 from rooms import QUESTION, make_rag, serving
 from served import CHAT, Served, listening
 
+from blend.serve.failures import LOG
 from tests.towns import documents
 
 PROMPTS = 200
@@ -108,6 +110,21 @@ def test_two_hundred_prompts_in_random_orders_alone_and_under_load(
         second = answers(served, bodies, shuffled(seed=3, count=AGAIN))
     assert again == first
     assert second == {number: first[number] for number in second}
+
+
+def test_a_store_that_lacks_caches_is_completed_before_the_first_answer(
+    filled: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blend.serve.service.EVERY_S", 0.01)
+    store = shutil.copytree(filled[0], tmp_path / "store")
+    caches = sorted((store / "kv" / "objects").rglob("*.safetensors"))
+    for cache in caches[::2]:
+        cache.unlink()
+    with caplog.at_level(logging.INFO, logger=LOG.name), serving(store, filled[1], reproducible=True):
+        assert sorted((store / "kv" / "objects").rglob("*.safetensors")) == caches
+    told = [record for record in caplog.records if record.getMessage() == "completing_corpus"]
+    assert told
+    assert all(record.computed <= record.of for record in told)  # type: ignore[attr-defined]
 
 
 def test_a_question_stores_nothing(filled: tuple[Path, Path], tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ class AppState:
         if self.closing:
             raise closing()
         if self.service is None or not self.service.ready:
-            raise unavailable("the server is loading its model; try again in a moment", "loading", 2.0)
+            message = "the server is not ready: it loads its model, or completes its store; try again in a moment"
+            raise unavailable(message, "loading", 2.0)
         if not self.service.engine.alive:
             raise failure_of(EngineFailedError())
         return self.service
