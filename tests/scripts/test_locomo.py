@@ -242,6 +242,12 @@ def test_intervals_are_over_conversations_not_over_questions():
     assert locomo.cell(locomo.clustered(rows[:200], "score")) == "0.75", "four say nothing of the spread"
 
 
+def test_the_page_shows_the_tables_of_the_published_rows():
+    page = (ROOT / "docs" / "peers.md").read_text().splitlines()
+    tables = show(ROOT / "docs" / "results" / "locomo.json").splitlines()
+    assert set(tables) <= set(page)
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [("", "is not JSON; name locomo10.json"), ("{}", "no LoCoMo conversation with questions")]
 )
