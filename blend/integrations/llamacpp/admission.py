@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from blend.errors import ConfigError, UnsupportedModelError
@@ -43,7 +44,7 @@ def admitted(model: GGUFModel, options: ContextOptions) -> tuple[Context, CellLa
     """
     context = Context(model, options)
     try:
-        ids = probe_ids(model.vocabulary)[0].numpy()
+        ids = _probe(model)
         nodes, logits = _learn_format(context, ids)
         _check_state(context, ids)
         turns = _measure(model, options)
@@ -55,7 +56,13 @@ def admitted(model: GGUFModel, options: ContextOptions) -> tuple[Context, CellLa
     return context, layout, nodes
 
 
-def _learn_format(context: Context, ids: Sequence[int]) -> tuple[list[AttentionNode], Tensor]:
+def _probe(model: GGUFModel) -> NDArray[np.int64]:
+    """Tokens of a short prompt; a state leaves out what is behind a window."""
+    ids = probe_ids(model.vocabulary)[0].numpy()
+    return ids[: model.window] if model.window else ids  # type: ignore[no-any-return]
+
+
+def _learn_format(context: Context, ids: NDArray[np.int64]) -> tuple[list[AttentionNode], Tensor]:
     """Set the context's `state_format`; the attention of a short prompt, and its logits."""
     nodes: list[AttentionNode] = []
 
@@ -93,14 +100,14 @@ def _unknown_state(reason: str) -> ConfigError:
     return ConfigError(f"this build of llama.cpp keeps its states otherwise ({reason}); tried with {TRIED}")
 
 
-def _rows(ids: Sequence[int], start: int, sequence: int) -> BatchRows:
+def _rows(ids: NDArray[np.int64], start: int, sequence: int) -> BatchRows:
     """Tokens of one sequence; the last one's logits are wanted."""
     count = len(ids)
     positions = np.arange(start, start + count, dtype=np.int32)
     return BatchRows(np.asarray(ids, np.int32), positions, np.full(count, sequence, np.int32), positions == positions[-1])
 
 
-def _check_state(context: Context, ids: Sequence[int]) -> None:
+def _check_state(context: Context, ids: NDArray[np.int64]) -> None:
     """A state that is taken apart, put together and written must be as good as the sequence that it is of."""
     state_format = context.state_format
     with context.spare(2) as (source, target):
@@ -128,7 +135,7 @@ def _measure(model: GGUFModel, options: ContextOptions) -> list[Turn | None]:
     """How each layer's keys rotate. In half precision: in a context that keeps them in fewer bits too much builds up."""
     context = Context(model, replace(options, cache_type="f16"))
     try:
-        ids = probe_ids(model.vocabulary)[0].numpy()[:_TOKENS]
+        ids = _probe(model)[:_TOKENS]
         _learn_format(context, ids)
         state_format = context.state_format
         pairs = [(token, distance) for distance in DISTANCES for token in ids]
@@ -144,7 +151,7 @@ def _measure(model: GGUFModel, options: ContextOptions) -> list[Turn | None]:
             heads, dim = node.key_shape
             layers.append(KeysAt(rows.view(len(DISTANCES), _TOKENS, heads, dim).transpose(1, 2)))
         turns = measured_turns(layers, model.file.name)
-        _check_moved(context, _layout(nodes, turns), probe_ids(model.vocabulary)[0].numpy())
+        _check_moved(context, _layout(nodes, turns), _probe(model))
         return turns
     finally:
         context.close()
@@ -156,7 +163,7 @@ def _layout(nodes: Sequence[AttentionNode], turns: Sequence[Turn | None]) -> Cel
     return CellLayout(rotations, torch.float16)
 
 
-def _check_rows(context: Context, layout: CellLayout, ids: Sequence[int], logits: Tensor) -> None:
+def _check_rows(context: Context, layout: CellLayout, ids: NDArray[np.int64], logits: Tensor) -> None:
     """Scattered rows over the prompt's KV must give its logits again."""
     cache = CellCache(context, layout, len(ids))
     try:
@@ -171,12 +178,12 @@ def _check_rows(context: Context, layout: CellLayout, ids: Sequence[int], logits
         )
 
 
-def _request(cache: CellCache, ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+def _request(cache: CellCache, ids: NDArray[np.int64], rows: Sequence[int]) -> Tensor:
     tokens = torch.tensor([[int(ids[row]) for row in rows]])
     return cache.compute(RowRequest(tokens, Run.read(torch.tensor([*rows])), cache))
 
 
-def _check_moved(context: Context, layout: CellLayout, ids: Sequence[int]) -> None:
+def _check_moved(context: Context, layout: CellLayout, ids: NDArray[np.int64]) -> None:
     """A prompt's keys must be those of the same prompt at other positions, turned; its values must be the same."""
     state_format = context.state_format
     with context.spare(2) as sequences:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import finalize
+from weakref import WeakMethod, finalize
 
 import numpy as np
 import torch
@@ -37,11 +37,12 @@ class CellLayer(BlendedLayer):
 
     def __init__(self, capacity: int) -> None:
         self._buffers: dict[str, Any] = {}
-        self.refresh: Callable[[], None] = _nothing
+        self.refresh: Callable[[], Callable[[], None] | None] = lambda: None
         super().__init__(capacity)
 
     def _buffer(self, name: str) -> Any:
-        self.refresh()
+        if (read_back := self.refresh()) is not None:
+            read_back()
         return self._buffers.get(name)
 
     @property
@@ -92,8 +93,9 @@ class CellCache(BlendedCache):
         self._held = np.zeros(capacity, bool)  # the rows whose KV the cells hold
         self._unread = np.zeros(capacity, bool)  # those of them that the buffers lack
         self._release: Any = _nothing
+        read_back = WeakMethod(self._read_back)  # no circle: a forgotten cache frees its cells at once
         for layer in self.layers:
-            layer.refresh = self._read_back
+            layer.refresh = read_back
 
     # Sending
 
@@ -299,6 +301,7 @@ class CellCache(BlendedCache):
 
     def _write(self, positions: Positions, kvs: Sequence[KV]) -> None:
         rows = torch.from_numpy(positions)
+        self.reserve(int(positions[-1]) + 1)
         for layer, (keys, values) in zip(self.layers, kvs, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys, values)
