@@ -63,6 +63,17 @@ class CellLayer(BlendedLayer):
     def values(self, buffer: Any) -> None:
         self._buffers["values"] = buffer
 
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` rows. The buffers may have fewer than are in use: those of the cells alone."""
+        if capacity <= self.capacity:
+            return
+        self.capacity = max(capacity, self.capacity + self.capacity // 2)
+        if self.is_initialized:
+            for name, buffer in self._buffers.items():
+                larger = self.new_buffer(buffer)
+                larger[:, :, : buffer.shape[2]] = buffer
+                self._buffers[name] = larger
+
     def new_buffer(self, states: Tensor) -> Tensor:
         """A zeroed buffer: a row of zeros is one that was never written."""
         return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))
