@@ -135,6 +135,11 @@ class CellDecoder(RowDecoder):
         return min(self._gguf.trained_context, self._context.cells - min(self.wave_rows, self._context.cells // 4))
 
     @property
+    def layer_weights(self) -> int:
+        """Numbers in the weights of all layers."""
+        return self._gguf.layer_weights
+
+    @property
     def number_format(self) -> NumberFormat:
         """What it computes in."""
         return NumberFormat(dtype=self.kept_as, weights="gguf")

@@ -108,6 +108,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_is_recurrent": (ctypes.c_bool, (_POINTER,)),
     "llama_model_load_from_file": (_POINTER, (_TEXT, Parameters)),
     "llama_model_n_ctx_train": (_INT, (_POINTER,)),
+    "llama_model_n_embd": (_INT, (_POINTER,)),
+    "llama_model_n_params": (ctypes.c_uint64, (_POINTER,)),
     "llama_model_n_swa": (_INT, (_POINTER,)),
     "llama_n_batch": (ctypes.c_uint32, (_POINTER,)),
     "llama_n_ctx": (ctypes.c_uint32, (_POINTER,)),

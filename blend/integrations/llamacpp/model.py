@@ -75,6 +75,13 @@ class GGUFModel:
         return sorted(self.file.parent.glob(f"{stem}-?????-of-{split[1]}.gguf"))
 
     @cached_property
+    def layer_weights(self) -> int:
+        """Numbers in the weights of all layers: without the table of embeddings, which may be the head, too."""
+        numbers = int(self.library.call("llama_model_n_params", self.handle))
+        embedding = self.vocabulary * int(self.library.call("llama_model_n_embd", self.handle))
+        return max(1, numbers - embedding)
+
+    @cached_property
     def ends(self) -> list[int]:
         """The tokens that end an answer."""
         is_end = self.library.call
