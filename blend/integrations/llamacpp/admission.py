@@ -104,7 +104,9 @@ def _rows(ids: NDArray[np.int64], start: int, sequence: int) -> BatchRows:
     """Tokens of one sequence; the last one's logits are wanted."""
     count = len(ids)
     positions = np.arange(start, start + count, dtype=np.int32)
-    return BatchRows(np.asarray(ids, np.int32), positions, np.full(count, sequence, np.int32), positions == positions[-1])
+    return BatchRows(
+        np.asarray(ids, np.int32), positions, np.full(count, sequence, np.int32), positions == positions[-1]
+    )
 
 
 def _check_state(context: Context, ids: NDArray[np.int64]) -> None:

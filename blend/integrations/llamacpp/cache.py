@@ -7,6 +7,7 @@ prompt. Rows that it computes are read back only if somebody looks at them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakMethod, finalize
 
@@ -173,21 +174,14 @@ class CellCache(BlendedCache):
         self, request: RowRequest, wave_rows: int = WAVE_ROWS, on_attention: OnAttention | None = None
     ) -> Tensor:
         """Compute rows in waves; logits of the last `outputs` of them, `[outputs, vocab]`. Raises `PromptError`."""
-        self.send(request.await_layer)
-        positions = request.positions.numpy()
-        ids = dict(zip(positions.tolist(), request.token_ids[0].tolist(), strict=True))
-        self._grow(int(positions[-1]) + 1)
-        if positions[0] >= self.get_seq_length():
-            self._free_buffers()
-        first_output = int(positions[-request.outputs]) if request.outputs else int(positions[-1]) + 1
+        asked = self._prepare(request)
         logits = []
         with self._context.lock:
-            runs = list(self._pieces(runs_of(positions.tolist())))
+            runs = list(self._pieces(runs_of(asked.positions.tolist())))
             most_runs = max(1, self._context.unused - 2)
             for wave in waves_of(runs, self._is_alone, wave_rows, most_runs):
-                logits.append(self._run_wave(wave, ids, first_output, on_attention))
-        for layer in self.layers:
-            layer.length = max(layer.length, int(positions[-1]) + 1)
+                logits.append(self._run_wave(wave, asked, on_attention))
+        self._count(asked)
         return torch.cat(logits)
 
     def look(self, request: RowRequest, on_attention: OnAttention) -> list[KV]:
@@ -198,17 +192,33 @@ class CellCache(BlendedCache):
 
         """
         self.send(request.await_layer)
-        positions = request.positions.numpy()
-        ids = dict(zip(positions.tolist(), request.token_ids[0].tolist(), strict=True))
-        runs = runs_of(positions.tolist())
+        asked = _Asked.of(request)
+        runs = runs_of(asked.positions.tolist())
         context = self._context
         with context.lock, context.spare(len(runs)) as spares:
-            rows = self._run_apart(runs, spares, ids, int(positions[-1]) + 1, on_attention)
-            del rows
+            self._run_apart(runs, spares, asked, on_attention)
             for run, spare in zip(runs, spares, strict=True):
                 context.drop(spare, 0, run.start)
                 context.lend(spare, spares[0], *run)
-            return self._kv_of(spares[0], positions)
+            return self._kv_of(spares[0], asked.positions)
+
+    def follows(self, request: RowRequest) -> bool:
+        """Whether these rows are the next ones of the prompt, in one piece."""
+        return self._is_sent and not self._context.model.window and request.run.start == self.get_seq_length()
+
+    def _prepare(self, request: RowRequest) -> _Asked:
+        """Send what is stored, and make room for rows that are to be kept."""
+        self.send(request.await_layer)
+        asked = _Asked.of(request)
+        self._grow(int(asked.positions[-1]) + 1)
+        if asked.positions[0] >= self.get_seq_length():
+            self._free_buffers()
+        return asked
+
+    def _count(self, asked: _Asked) -> None:
+        """Count rows that were computed as in use."""
+        for layer in self.layers:
+            layer.length = max(layer.length, int(asked.positions[-1]) + 1)
 
     def _is_alone(self, run: RowRun) -> bool:
         return not bool(self._held[run.start : run.stop].all())
@@ -220,38 +230,35 @@ class CellCache(BlendedCache):
             for start in range(run.start, run.stop, most):
                 yield RowRun(start, min(run.stop, start + most))
 
-    def _run_wave(
-        self, wave: list[RowRun], ids: dict[int, int], first_output: int, on_attention: OnAttention | None
-    ) -> Tensor:
+    def _run_wave(self, wave: list[RowRun], asked: _Asked, on_attention: OnAttention | None) -> Tensor:
         """Compute a wave; its rows take the place of those that were there."""
         context = self._context
         follows = context.last_position(self.sequence) + 1 == wave[0].start
         if len(wave) == 1 and follows:
-            logits = context.run(_batch(wave, [self.sequence], ids, first_output), on_attention)
+            logits = context.run(asked.batch(wave, [self.sequence]), on_attention)
             for guard in self._sequences[1:]:
                 context.lend(self.sequence, guard, *wave[0])
         else:
             with context.spare(len(wave)) as spares:
-                logits = self._run_apart(wave, spares, ids, first_output, on_attention)
+                logits = self._run_apart(wave, spares, asked, on_attention)
                 for run, spare in zip(wave, spares, strict=True):
                     self._take_over(spare, [run])
-        for run in wave:
-            self._held[run.start : run.stop] = self._unread[run.start : run.stop] = True
+        self._mark(wave)
         return logits
 
+    def _mark(self, runs: Sequence[RowRun]) -> None:
+        """These rows are fresh in the cells."""
+        for run in runs:
+            self._held[run.start : run.stop] = self._unread[run.start : run.stop] = True
+
     def _run_apart(
-        self,
-        runs: Sequence[RowRun],
-        spares: Sequence[int],
-        ids: dict[int, int],
-        first_output: int,
-        on_attention: OnAttention | None,
+        self, runs: Sequence[RowRun], spares: Sequence[int], asked: _Asked, on_attention: OnAttention | None
     ) -> Tensor:
         """Compute runs in spare sequences, to which the cells of all earlier rows are lent."""
         self._fill(runs[-1].start)
         for run, spare in zip(runs, spares, strict=True):
             self._context.lend(self.sequence, spare, 0, run.start)
-        return self._context.run(_batch(runs, spares, ids, first_output), on_attention)
+        return self._context.run(asked.batch(runs, spares), on_attention)
 
     def _fill(self, stop: int) -> None:
         """Rows of zeros up to this one where there is none: llama.cpp wants each sequence without a gap at its end."""
@@ -304,7 +311,10 @@ class CellCache(BlendedCache):
             types = state_format.types(layer)
             shapes = (rotation.key_shape, rotation.value_shape)
             keys, values = (
-                kind.decode(rows.raw[place + part * depth]).to(self._layout.dtype).view(1, -1, *shapes[part]).transpose(1, 2)
+                kind.decode(rows.raw[place + part * depth])
+                .to(self._layout.dtype)
+                .view(1, -1, *shapes[part])
+                .transpose(1, 2)
                 for part, kind in enumerate(types)
             )
             kvs.append((keys, values))
@@ -318,6 +328,13 @@ class CellCache(BlendedCache):
                 layer.lazy_initialization(keys, values)
             layer.keys.index_copy_(2, rows, keys)
             layer.values.index_copy_(2, rows, values)
+
+    def save(self, token_ids: Sequence[int], file: Path) -> int:
+        """Write the first rows, whose token ids these are, as a file of llama.cpp's; its bytes, 0 if it cannot be written."""
+        self.send(_placed)
+        with self._context.lock, self._context.spare(1) as (spare,):
+            self._context.lend(self.sequence, spare, 0, len(token_ids))
+            return self._context.save(spare, np.array(token_ids, np.int32), file)
 
     # What a `BlendedCache` does
 
@@ -385,9 +402,47 @@ def _abandon(context: Context, sequences: Sequence[int]) -> None:
         context.abandon(sequence)
 
 
-def _batch(runs: Sequence[RowRun], sequences: Sequence[int], ids: dict[int, int], first_output: int) -> BatchRows:
-    """The rows of these runs, each in its sequence. first_output: the first position whose logits are wanted."""
-    positions = np.concatenate([np.arange(*run, dtype=np.int32) for run in runs])
-    owners = np.repeat(np.array(sequences, np.int32), [run.rows for run in runs])
-    token_ids = np.array([ids[position] for position in positions.tolist()], np.int32)
-    return BatchRows(token_ids, positions, owners, positions >= first_output)
+class _Asked(NamedTuple):
+    """Rows that are computed: positions and token ids `[rows]`, and the first position whose logits are wanted."""
+
+    positions: Positions
+    token_ids: NDArray[np.int32]
+    first_output: int
+
+    @classmethod
+    def of(cls, request: RowRequest) -> _Asked:
+        """Those of a request."""
+        positions = request.positions.numpy()
+        first_output = int(positions[-request.outputs]) if request.outputs else int(positions[-1]) + 1
+        return cls(positions, request.token_ids[0].numpy().astype(np.int32), first_output)
+
+    def batch(self, runs: Sequence[RowRun], sequences: Sequence[int]) -> BatchRows:
+        """The rows of these runs, each in its sequence."""
+        positions = np.concatenate([np.arange(*run, dtype=np.int32) for run in runs])
+        owners = np.repeat(np.array(sequences, np.int32), [run.rows for run in runs])
+        token_ids = self.token_ids[np.searchsorted(self.positions, positions)]
+        return BatchRows(token_ids, positions, owners, positions >= self.first_output)
+
+
+def compute_following(requests: Sequence[RowRequest], caches: Sequence[CellCache]) -> Tensor:
+    """Compute the next rows of several prompts in one pass, as `CellCache.follows` allows.
+
+    Returns:
+        Logits of the last `outputs` rows of each, `[outputs, vocab]`.
+
+    Raises:
+        PromptError: the cells are full.
+
+    """
+    asked = []
+    batches = []
+    for request, cache in zip(requests, caches, strict=True):
+        rows = cache._prepare(request)
+        asked.append(rows)
+        batches.append(rows.batch(runs_of(rows.positions.tolist()), [cache.sequence]))
+    fields = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
+    logits = caches[0]._context.run(BatchRows(*fields))
+    for rows, cache in zip(asked, caches, strict=True):
+        cache._mark(runs_of(rows.positions.tolist()))
+        cache._count(rows)
+    return logits

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from threading import RLock
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from blend.errors import ConfigError, PromptError
 from blend.integrations.llamacpp.library import Batch, GraphTensor, OnNode
 from blend.integrations.llamacpp.model import GGUFModel
-from blend.integrations.llamacpp.state import F16, F32, Q8_0, Bytes, StateFormat, hadamard
+from blend.integrations.llamacpp.state import F16, F32, Q8_0, Bytes, StateFormat
 
 CACHE_TYPES = {"f16": F16, "q8_0": Q8_0}
 SEQUENCES = 64  # of a context; llama.cpp allows 256, and reserves logits for each
@@ -161,9 +162,13 @@ class Context:
             int(self._library.call(f"llama_n_{name}", self._handle)) for name in ("ctx", "batch", "ubatch", "seq_max")
         )
         asked = self.options.tokens
-        is_alike = asked <= cells < asked + 256 and batch >= min(asked, cells) and ubatch <= batch and sequences == SEQUENCES
+        is_alike = (
+            asked <= cells < asked + 256 and batch >= min(asked, cells) and ubatch <= batch and sequences == SEQUENCES
+        )
         if not is_alike:
-            raise ConfigError(f"{self._library.path} made another context than was asked for: its parameters are unknown")
+            raise ConfigError(
+                f"{self._library.path} made another context than was asked for: its parameters are unknown"
+            )
         self.cells = cells
 
     # Sequences
@@ -193,7 +198,9 @@ class Context:
             while self._abandoned:
                 self.give_back(self._abandoned.popleft())
             if not self._free:
-                raise PromptError(f"all {SEQUENCES} sequences of llama.cpp's context are in use; run fewer prompts at once")
+                raise PromptError(
+                    f"all {SEQUENCES} sequences of llama.cpp's context are in use; run fewer prompts at once"
+                )
             return self._free.pop()
 
     def give_back(self, sequence: int) -> None:
@@ -231,6 +238,11 @@ class Context:
         arguments = (self._handle, state.ctypes.data, len(state), sequence)
         if self._library.call("llama_state_seq_set_data", *arguments) != len(state):
             raise self._full()
+
+    def save(self, sequence: int, token_ids: NDArray[np.int32], file: Path) -> int:
+        """Write a sequence and its token ids to a file as llama.cpp keeps them; its bytes, 0 if it cannot be written."""
+        arguments = (self._handle, os.fsencode(file), sequence, token_ids.ctypes.data, len(token_ids))
+        return int(self._library.call("llama_state_seq_save_file", *arguments))
 
     # Passes
 
@@ -311,7 +323,7 @@ class Context:
         return lambda address: int(ctypes.c_int32.from_address(address + offset).value)
 
     def _attention_node(self, node: GraphTensor) -> AttentionNode:
-        query, keys, values = (GraphTensor.from_address(node.src[place]) for place in range(3))
+        keys, values = (GraphTensor.from_address(node.src[place]) for place in (1, 2))
         scale, _, softcap = struct.unpack_from("<3f", node.op_params)
         sinks = self._read(node.src[4]) if node.src[4] else None
         head_bytes = min(keys.nb[1], keys.nb[2])

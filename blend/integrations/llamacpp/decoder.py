@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blend.errors import ConfigError
 from blend.integrations.llamacpp.admission import admitted
-from blend.integrations.llamacpp.cache import WAVE_ROWS, CellCache
+from blend.integrations.llamacpp.cache import WAVE_ROWS, CellCache, compute_following
 from blend.integrations.llamacpp.context import AttentionNode, ContextOptions
 from blend.integrations.llamacpp.library import Library
 from blend.integrations.llamacpp.model import GGUFModel
@@ -220,7 +220,14 @@ class CellDecoder(RowDecoder):
 
     @torch.inference_mode()
     def prefill(self, requests: Sequence[RowRequest]) -> Tensor:
-        """Run rows of several prompts, one after another; logits of the last `outputs` rows of each, `[outputs, vocab]`."""
+        """Run rows of several prompts; logits of the last `outputs` rows of each, `[outputs, vocab]`.
+
+        The next rows of several prompts share a pass, other rows have passes to themselves.
+        """
+        caches = [_cells(request.cache) for request in requests]
+        pairs = zip(caches, requests, strict=True)
+        if len(requests) > 1 and all(cache.follows(request) and _is_plain(request) for cache, request in pairs):
+            return compute_following(requests, caches)
         return torch.cat([self._run(request) for request in requests])
 
     def _run(self, request: RowRequest) -> Tensor:
@@ -311,9 +318,12 @@ def _cells(cache: BlendedCache) -> CellCache:
     return cache
 
 
+def _is_plain(request: RowRequest) -> bool:
+    """Whether nobody looks at its rows or chooses among them."""
+    return request.observe is None and not request.narrowings and request.mask == "exact"
+
+
 def _following(token_ids: Tensor, cache: BlendedCache) -> RowRequest:
     rows = token_ids.shape[1]
     start = cache.get_seq_length()
     return RowRequest(token_ids, Run.consecutive(start, start + rows, token_ids.device), cache, outputs=rows)
-
-

@@ -24,5 +24,7 @@ def shell_of(model: GGUFModel) -> Any:
             raise RuntimeError("llama.cpp computes")
 
     shell = Shell(model.config)
-    shell.generation_config = GenerationConfig(eos_token_id=model.ends, pad_token_id=model.ends[0] if model.ends else None)
+    shell.generation_config = GenerationConfig(
+        eos_token_id=model.ends, pad_token_id=model.ends[0] if model.ends else None
+    )
     return shell.eval()

@@ -18,7 +18,9 @@ from blend_retrieval.installation import install_command
 
 TRIED = "xllamacpp 2026.10.11549"  # the builds that the tests ran with
 _PARAMETERS = 512  # bytes for a structure of parameters, more than any version's; the callee reads as much as it knows
-_UNSET = -1  # the default of four neighbouring enumerations of `llama_context_params`, the last of which is flash attention
+_UNSET = (
+    -1
+)  # the default of four neighbouring enumerations of `llama_context_params`, the last of which is flash attention
 _SWITCHES = bytes((0, 1, 1, 1, 1, 0))  # embeddings, offload_kqv, no_perf, op_offload, swa_full, kv_unified by default
 _F16 = 1
 
@@ -26,13 +28,13 @@ _F16 = 1
 class Parameters(ctypes.Structure):
     """`llama_context_params` or `llama_model_params`, as bytes."""
 
-    _fields_ = [("bytes", ctypes.c_ubyte * _PARAMETERS)]  # noqa: RUF012  # ctypes wants a list
+    _fields_ = [("bytes", ctypes.c_ubyte * _PARAMETERS)]  # ctypes wants a list
 
 
 class Batch(ctypes.Structure):
     """`llama_batch`."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("n_tokens", ctypes.c_int32),
         ("token", ctypes.POINTER(ctypes.c_int32)),
         ("embd", ctypes.c_void_p),
@@ -46,7 +48,7 @@ class Batch(ctypes.Structure):
 class GraphTensor(ctypes.Structure):
     """`ggml_tensor`, a node of a computation graph."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("type", ctypes.c_int32),
         ("buffer", ctypes.c_void_p),
         ("ne", ctypes.c_int64 * 4),
@@ -65,7 +67,7 @@ class GraphTensor(ctypes.Structure):
 class _ArenaOptions(ctypes.Structure):
     """`ggml_init_params`."""
 
-    _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]  # noqa: RUF012
+    _fields_ = [("size", ctypes.c_size_t), ("buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
 
 
 OnNode = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
@@ -118,8 +120,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_set_n_threads": (None, (_POINTER, _INT, _INT)),
     "llama_state_seq_get_data": (_SIZE, (_POINTER, _POINTER, _SIZE, _INT)),
     "llama_state_seq_get_size": (_SIZE, (_POINTER, _INT)),
+    "llama_state_seq_save_file": (_SIZE, (_POINTER, _TEXT, _INT, _POINTER, _SIZE)),
     "llama_state_seq_set_data": (_SIZE, (_POINTER, _POINTER, _SIZE, _INT)),
-    "llama_tokenize": (_INT, (_POINTER, _TEXT, _INT, ctypes.POINTER(ctypes.c_int32), _INT, ctypes.c_bool, ctypes.c_bool)),
+    "llama_tokenize": (
+        _INT,
+        (_POINTER, _TEXT, _INT, ctypes.POINTER(ctypes.c_int32), _INT, ctypes.c_bool, ctypes.c_bool),
+    ),
     "llama_vocab_eos": (_INT, (_POINTER,)),
     "llama_vocab_is_eog": (ctypes.c_bool, (_POINTER, _INT)),
     "llama_vocab_n_tokens": (_INT, (_POINTER,)),
@@ -236,9 +242,7 @@ class Library:
             address = self.call("ggml_new_tensor_2d", arena, _F16, 3, 5)
             view_address = self.call("ggml_view_1d", arena, address, 4, 6)
             total_address = self.call("ggml_add", arena, address, address)
-            tensor, view, total = (
-                GraphTensor.from_address(at) for at in (address, view_address, total_address)
-            )
+            tensor, view, total = (GraphTensor.from_address(at) for at in (address, view_address, total_address))
             facts = (
                 (tensor.type, tuple(tensor.ne), tuple(tensor.nb)) == (_F16, (3, 5, 1, 1), (2, 6, 30, 30)),
                 tensor.data == self.call("ggml_get_data", address),

@@ -44,7 +44,9 @@ class GGUFModel:
         parameters = library.call("llama_model_default_params")
         self.handle = library.call("llama_model_load_from_file", str(self.file).encode(), parameters)
         if not self.handle:
-            raise ConfigError(f"llama.cpp cannot load {self.file}{library.last_error()}; name a GGUF file that it supports")
+            raise ConfigError(
+                f"llama.cpp cannot load {self.file}{library.last_error()}; name a GGUF file that it supports"
+            )
         self._vocab = library.call("llama_model_get_vocab", self.handle)
         self.vocabulary = int(library.call("llama_vocab_n_tokens", self._vocab))
         self.trained_context = int(library.call("llama_model_n_ctx_train", self.handle))
@@ -120,4 +122,7 @@ class GGUFModel:
         try:
             return read(self.file.parent, gguf_file=self.file.name)
         except Exception as error:  # transformers raises anything for a file that it does not know
-            raise ConfigError(f"transformers cannot read {self.file.name} ({first_line(error)}); pass a tokenizer directory") from error
+            reason = first_line(error)
+            raise ConfigError(
+                f"transformers cannot read {self.file.name} ({reason}); pass a tokenizer directory"
+            ) from error

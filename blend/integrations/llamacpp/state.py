@@ -5,8 +5,8 @@ prompt, and refuses a state of which it cannot account for every byte.
 
     a mark and the sequence (in memory, not in files), then for every cache (one, or one of all keys and one of windows):
         streams (1), cells, then for each: position, number of sequences (1), the sequence
-        transposed values (0), layers, turned keys, turned values (in later versions), then the keys of each layer, then the values:
-            type, bytes of a row, the rows
+        transposed values (0), layers, turned keys, turned values (in later versions)
+        then for the keys of each layer, and for the values of each: type, bytes of a row, the rows
 
 A quantised cache may keep keys and values turned by a Hadamard matrix, which spreads outliers over blocks of numbers. They are
 turned back when they are read, and turned when they are written.
@@ -135,7 +135,11 @@ class StateFormat(NamedTuple):
             cells = np.empty((len(positions), 3), np.int32)
             cells[:, 0] = positions
             cells[:, 1:] = (1, sequence)
-            parts += [_words(1, len(positions)), cells.view(np.uint8).ravel(), _words(0, len(cache.keys), *cache.turned)]
+            parts += [
+                _words(1, len(positions)),
+                cells.view(np.uint8).ravel(),
+                _words(0, len(cache.keys), *cache.turned),
+            ]
             for part, types in enumerate((cache.keys, cache.values)):
                 for place, kind in enumerate(types):
                     parts += [_words(kind.number, kind.nbytes, 0)]
@@ -248,7 +252,7 @@ def _words(*numbers: int) -> Bytes:
 
 
 def hadamard(numbers: Tensor, block: int) -> Tensor:
-    """Numbers `[..., width]` times a normed Hadamard matrix, block by block; twice gives the numbers again. block: 0 for none."""
+    """Numbers `[..., width]` times a normed Hadamard matrix, block by block; twice gives the numbers again. block: 0: none."""
     if not block:
         return numbers
     shape = numbers.shape
