@@ -59,7 +59,7 @@ def admitted(model: GGUFModel, options: ContextOptions) -> tuple[Context, CellLa
 def _probe(model: GGUFModel) -> NDArray[np.int64]:
     """Tokens of a short prompt; a state leaves out what is behind a window."""
     ids = probe_ids(model.vocabulary)[0].numpy()
-    return ids[: model.window] if model.window else ids  # type: ignore[no-any-return]
+    return ids[: model.window] if model.window else ids
 
 
 def _learn_format(context: Context, ids: NDArray[np.int64]) -> tuple[list[AttentionNode], Tensor]:

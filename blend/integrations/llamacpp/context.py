@@ -170,6 +170,7 @@ class Context:
                 f"{self._library.path} made another context than was asked for: its parameters are unknown"
             )
         self.cells = cells
+        self._batch_rows = batch  # more would end the process
 
     # Sequences
 
@@ -267,11 +268,13 @@ class Context:
         wanted = rows.outputs.astype(np.int8)
         token_ids = np.ascontiguousarray(rows.token_ids, np.int32)
         positions = np.ascontiguousarray(rows.positions, np.int32)
-        fields = (token_ids, None, positions, ones, addresses, wanted)
+        if count > self._batch_rows:
+            raise self._full()
+        fields = {"token": token_ids, "pos": positions, "n_seq_id": ones, "seq_id": addresses, "logits": wanted}
+        kinds = {field[0]: field[1] for field in Batch._fields_}
         batch = Batch(count)
-        for (name, kind), array in zip(Batch._fields_[1:], fields, strict=True):
-            if array is not None:
-                setattr(batch, name, ctypes.cast(array.ctypes.data, kind))
+        for name, array in fields.items():
+            setattr(batch, name, ctypes.cast(array.ctypes.data, kinds[name]))
         with self.lock:
             self._on_attention = on_attention
             self._attending = 0

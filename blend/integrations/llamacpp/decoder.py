@@ -248,9 +248,8 @@ class CellDecoder(RowDecoder):
         for narrowing in request.narrowings:
             if self._gguf.window:
                 raise ConfigError(f"{self.name} has windowed layers: choose a selector without a check layer")
-            last = narrowing.layer
-            kvs = _cells(request.cache).look(request, lambda node, last=last: node.layer < last)
-            rows = narrowing.choose(*kvs[last])
+            kvs = _cells(request.cache).look(request, _Queries(narrowing.layer).take)
+            rows = narrowing.choose(*kvs[narrowing.layer])
             ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
             request = replace(request, token_ids=ids, run=Run.read(rows), narrowings=())
         return request

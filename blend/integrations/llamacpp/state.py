@@ -256,14 +256,14 @@ def hadamard(numbers: Tensor, block: int) -> Tensor:
     if not block:
         return numbers
     shape = numbers.shape
-    turned = numbers.float().reshape(-1, block)
+    turned: Tensor = numbers.float().reshape(-1, block)
     step = 1
     while step < block:
         pairs = turned.view(-1, block // (2 * step), 2, step)
         first, second = pairs.unbind(2)
         turned = torch.stack((first + second, first - second), 2).view(-1, block)
         step *= 2
-    return (turned / block**0.5).view(shape)
+    return turned.div(block**0.5).view(shape)
 
 
 def _quantised(rows: Tensor) -> Bytes:
