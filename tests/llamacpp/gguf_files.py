@@ -72,12 +72,12 @@ def _write_tokenizer(writer: Any, tokenizer: Any) -> None:
     import json
 
     core = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    words = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = set(tokenizer.all_special_tokens) | {str(token) for token in tokenizer.added_tokens_decoder.values()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([word for word, _ in words])
-    writer.add_token_types([_CONTROL if word in special else _NORMAL for word, _ in words])
+    writer.add_token_list(words)
+    writer.add_token_types([_CONTROL if word in special else _NORMAL for word in words])
     writer.add_token_merges([" ".join(pair) if isinstance(pair, list) else pair for pair in core["merges"]])
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(False)

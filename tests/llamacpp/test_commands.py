@@ -14,7 +14,7 @@ import transformers
 from blend import BlendConfig, CorpusConfig, Rag
 from blend.errors import ConfigError
 from blend.integrations.llamacpp.decoder import CellDecoder
-from blend.integrations.llamacpp.library import Library
+from blend.integrations.llamacpp.library import Library, find_library
 from blend.integrations.llamacpp.loading import load_decoder
 from blend.integrations.llamacpp.model import GGUFModel
 from blend.integrations.llamacpp.slots import write_slot
@@ -33,7 +33,7 @@ def file(library: Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     place = save_tiny_model(folder / "hf", "\n".join(towns.documents().values()))
     model = transformers.AutoModelForCausalLM.from_pretrained(place)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(place)
     return save_gguf(folder / "tiny.gguf", model, tokenizer)
 
 
@@ -116,7 +116,10 @@ def blend(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Blen
     """The command line with the file as its model."""
     folder = tmp_path_factory.mktemp("cli")
     towns.write_documents(folder / "documents")
-    env = {"KVBLEND_ENGINE": "llamacpp", "KVBLEND_ENGINE_OPTIONS": json.dumps(OPTIONS)}
+    env = {
+        "KVBLEND_ENGINE": "llamacpp",
+        "KVBLEND_ENGINE_OPTIONS": json.dumps({**OPTIONS, "library": str(find_library())}),
+    }
     with preloaded() as process:
         yield Blend(process, folder, file, folder / "store", env=env)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -128,7 +128,7 @@ class Context:
         if not self._handle:
             raise ConfigError(
                 f"llama.cpp cannot make a context of {options.tokens} tokens for {model.file.name}"
-                f"{self._library.last_error()}"
+                f"{self._library.logged_error()}"
             )
         self._check_sizes()
         self._memory = self._library.call("llama_get_memory", self._handle)
@@ -270,11 +270,11 @@ class Context:
         positions = np.ascontiguousarray(rows.positions, np.int32)
         if count > self._batch_rows:
             raise self._full()
-        fields = {"token": token_ids, "pos": positions, "n_seq_id": ones, "seq_id": addresses, "logits": wanted}
-        kinds = {field[0]: field[1] for field in Batch._fields_}
         batch = Batch(count)
-        for name, array in fields.items():
-            setattr(batch, name, ctypes.cast(array.ctypes.data, kinds[name]))
+        batch.token, batch.pos = _numbers(token_ids), _numbers(positions)
+        batch.n_seq_id = _numbers(ones)
+        batch.seq_id = ctypes.cast(addresses.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
+        batch.logits = ctypes.cast(wanted.ctypes.data, ctypes.POINTER(ctypes.c_int8))
         with self.lock:
             self._on_attention = on_attention
             self._attending = 0
@@ -288,7 +288,7 @@ class Context:
             if code == _NO_CELLS:
                 raise self._full()
             if code:
-                raise RuntimeError(f"llama_decode failed with {code}{self._library.last_error()}")
+                raise RuntimeError(f"llama_decode failed with {code}{self._library.logged_error()}")
             return self._logits(np.flatnonzero(rows.outputs))
 
     def _logits(self, rows: NDArray[np.intp]) -> Tensor:
@@ -300,7 +300,7 @@ class Context:
 
     def _full(self) -> PromptError:
         return PromptError(
-            f"llama.cpp's context of {self.cells} tokens is full{self._library.last_error()}; use a larger one, "
+            f"llama.cpp's context of {self.cells} tokens is full{self._library.logged_error()}; use a larger one, "
             "shorter prompts, or fewer at once"
         )
 
@@ -354,3 +354,8 @@ class Context:
         shape = tuple(tensor.ne)[::-1]
         strides = [step // 4 for step in tuple(tensor.nb)[::-1]]
         return flat.as_strided(shape, strides).contiguous()
+
+
+def _numbers(array: NDArray[np.int32]) -> Any:
+    """A pointer to them; the array must live as long."""
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_int32))

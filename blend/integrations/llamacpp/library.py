@@ -193,11 +193,11 @@ class Library:
         """Call one of the library's functions."""
         return getattr(self._functions, name)(*arguments)
 
-    def last_error(self) -> str:
-        """The last line that the library logged as an error, in brackets; empty without one. It is forgotten."""
+    def logged_error(self) -> str:
+        """What the library logged first as an error, in brackets; empty without one. It is forgotten."""
         lines = [line for text in self._errors for line in text.splitlines() if line.strip()]
         self._errors.clear()
-        return f" ({lines[-1].strip()})" if lines else ""
+        return f" ({lines[0].strip()})" if lines else ""
 
     def _keep_error(self, level: int, text: bytes, _: Any) -> None:
         if level == _ERROR_LEVEL:

@@ -45,7 +45,7 @@ class GGUFModel:
         self.handle = library.call("llama_model_load_from_file", str(self.file).encode(), parameters)
         if not self.handle:
             raise ConfigError(
-                f"llama.cpp cannot load {self.file}{library.last_error()}; name a GGUF file that it supports"
+                f"llama.cpp cannot load {self.file}{library.logged_error()}; name a GGUF file that it supports"
             )
         self._vocab = library.call("llama_model_get_vocab", self.handle)
         self.vocabulary = int(library.call("llama_vocab_n_tokens", self._vocab))
