@@ -84,3 +84,15 @@ def test_deviation_selects_what_it_selects_in_transformers(engines: Engines) -> 
     theirs = blended(pair.theirs, prompt(), config)
     ours = blended(pair.ours, prompt(), config)
     assert torch.equal(ours.selection.rows, theirs.selection.rows)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_eight_bit_cache_chooses_nearly_the_same_rows(engines: Engines, name: str) -> None:
+    """Keys and queries are turned in llama.cpp alike; the question's attention is that of transformers."""
+    pair = engines.pair(name, cache_type="q8_0", hidden_size=256, head_dim=64)
+    config = BlendConfig(ratio=0.2, selector="query_guided:layers=0+1,lead=0")
+    theirs = blended(pair.theirs, prompt(), config)
+    ours = blended(pair.ours, prompt(), config)
+    assert difference(ours.selection.scores, theirs.selection.scores) < 0.1
+    common = set(ours.selection.rows.tolist()) & set(theirs.selection.rows.tolist())
+    assert len(common) >= len(theirs.selection.rows) - 2

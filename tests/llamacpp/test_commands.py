@@ -139,6 +139,7 @@ def test_commands_use_the_file(blend: Blend) -> None:
             "kvblend": {"retrieve": {"top_k": 4}},
         }
         reply = http.post("/v1/chat/completions", json=body).json()
+    assert "choices" in reply, reply
     texts = [choice["message"]["content"] for choice in reply["choices"]]
     assert len(texts) == 2
     assert texts[0] == texts[1]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blend.integrations.llamacpp.context import BatchRows, Context, OnAttention
-from blend.integrations.llamacpp.rows import RowRun, runs_of, waves_of
+from blend.integrations.llamacpp.rows import Stretch, runs_of, waves_of
 from blend.integrations.llamacpp.state import KVRows
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation
 from blend.model.passes import OnLayer, RowRequest
@@ -159,9 +159,9 @@ class CellCache(BlendedCache):
         start, stop = int(positions[0]), int(positions[-1]) + 1
         with context.spare(1) as (spare,):
             context.set_state(spare, context.state_format.pack(positions, rows, spare))
-            self._take_over(spare, [RowRun(start, stop)])
+            self._take_over(spare, [Stretch(start, stop)])
 
-    def _take_over(self, source: int, runs: Sequence[RowRun]) -> None:
+    def _take_over(self, source: int, runs: Sequence[Stretch]) -> None:
         """Take the cells of these rows from another sequence, in the place of those that were there."""
         for run in runs:
             for sequence in self._sequences:
@@ -174,14 +174,14 @@ class CellCache(BlendedCache):
         self, request: RowRequest, wave_rows: int = WAVE_ROWS, on_attention: OnAttention | None = None
     ) -> Tensor:
         """Compute rows in waves; logits of the last `outputs` of them, `[outputs, vocab]`. Raises `PromptError`."""
-        asked = self._prepare(request)
+        wanted_rows = self._prepare(request)
         logits = []
         with self._context.lock:
-            runs = list(self._pieces(runs_of(asked.positions.tolist())))
+            runs = list(self._pieces(runs_of(wanted_rows.positions.tolist())))
             most_runs = max(1, self._context.unused - 2)
             for wave in waves_of(runs, self._is_alone, wave_rows, most_runs):
-                logits.append(self._run_wave(wave, asked, on_attention))
-        self._count(asked)
+                logits.append(self._run_wave(wave, wanted_rows, on_attention))
+        self._count(wanted_rows)
         return torch.cat(logits)
 
     def look(self, request: RowRequest, on_attention: OnAttention) -> list[KV]:
@@ -192,73 +192,73 @@ class CellCache(BlendedCache):
 
         """
         self.send(request.await_layer)
-        asked = _Asked.of(request)
-        runs = runs_of(asked.positions.tolist())
+        wanted_rows = _Requested.of(request)
+        runs = runs_of(wanted_rows.positions.tolist())
         context = self._context
         with context.lock, context.spare(len(runs)) as spares:
-            self._run_apart(runs, spares, asked, on_attention)
+            self._run_apart(runs, spares, wanted_rows, on_attention)
             for run, spare in zip(runs, spares, strict=True):
                 context.drop(spare, 0, run.start)
                 context.lend(spare, spares[0], *run)
-            return self._kv_of(spares[0], asked.positions)
+            return self._kv_of(spares[0], wanted_rows.positions)
 
     def follows(self, request: RowRequest) -> bool:
         """Whether these rows are the next ones of the prompt, in one piece."""
         return self._is_sent and not self._context.model.window and request.run.start == self.get_seq_length()
 
-    def _prepare(self, request: RowRequest) -> _Asked:
+    def _prepare(self, request: RowRequest) -> _Requested:
         """Send what is stored, and make room for rows that are to be kept."""
         self.send(request.await_layer)
-        asked = _Asked.of(request)
-        self._grow(int(asked.positions[-1]) + 1)
-        if asked.positions[0] >= self.get_seq_length():
+        wanted_rows = _Requested.of(request)
+        self._grow(int(wanted_rows.positions[-1]) + 1)
+        if wanted_rows.positions[0] >= self.get_seq_length():
             self._free_buffers()
-        return asked
+        return wanted_rows
 
-    def _count(self, asked: _Asked) -> None:
+    def _count(self, wanted_rows: _Requested) -> None:
         """Count rows that were computed as in use."""
         for layer in self.layers:
-            layer.length = max(layer.length, int(asked.positions[-1]) + 1)
+            layer.length = max(layer.length, int(wanted_rows.positions[-1]) + 1)
 
-    def _is_alone(self, run: RowRun) -> bool:
+    def _is_alone(self, run: Stretch) -> bool:
         return not bool(self._held[run.start : run.stop].all())
 
-    def _pieces(self, runs: Sequence[RowRun]) -> Iterator[RowRun]:
+    def _pieces(self, runs: Sequence[Stretch]) -> Iterator[Stretch]:
         """The runs; with windowed layers in pieces of one batch, so that llama.cpp reuses no cell that left the window."""
         most = self._context.options.ubatch if self._context.model.window else 1 << 30
         for run in runs:
             for start in range(run.start, run.stop, most):
-                yield RowRun(start, min(run.stop, start + most))
+                yield Stretch(start, min(run.stop, start + most))
 
-    def _run_wave(self, wave: list[RowRun], asked: _Asked, on_attention: OnAttention | None) -> Tensor:
+    def _run_wave(self, wave: list[Stretch], wanted_rows: _Requested, on_attention: OnAttention | None) -> Tensor:
         """Compute a wave; its rows take the place of those that were there."""
         context = self._context
         follows = context.last_position(self.sequence) + 1 == wave[0].start
         if len(wave) == 1 and follows:
-            logits = context.run(asked.batch(wave, [self.sequence]), on_attention)
+            logits = context.run(wanted_rows.batch(wave, [self.sequence]), on_attention)
             for guard in self._sequences[1:]:
                 context.lend(self.sequence, guard, *wave[0])
         else:
             with context.spare(len(wave)) as spares:
-                logits = self._run_apart(wave, spares, asked, on_attention)
+                logits = self._run_apart(wave, spares, wanted_rows, on_attention)
                 for run, spare in zip(wave, spares, strict=True):
                     self._take_over(spare, [run])
         self._mark(wave)
         return logits
 
-    def _mark(self, runs: Sequence[RowRun]) -> None:
+    def _mark(self, runs: Sequence[Stretch]) -> None:
         """These rows are fresh in the cells."""
         for run in runs:
             self._held[run.start : run.stop] = self._unread[run.start : run.stop] = True
 
     def _run_apart(
-        self, runs: Sequence[RowRun], spares: Sequence[int], asked: _Asked, on_attention: OnAttention | None
+        self, runs: Sequence[Stretch], spares: Sequence[int], wanted_rows: _Requested, on_attention: OnAttention | None
     ) -> Tensor:
         """Compute runs in spare sequences, to which the cells of all earlier rows are lent."""
         self._fill(runs[-1].start)
         for run, spare in zip(runs, spares, strict=True):
             self._context.lend(self.sequence, spare, 0, run.start)
-        return self._context.run(asked.batch(runs, spares), on_attention)
+        return self._context.run(wanted_rows.batch(runs, spares), on_attention)
 
     def _fill(self, stop: int) -> None:
         """Rows of zeros up to this one where there is none: llama.cpp wants each sequence without a gap at its end."""
@@ -339,9 +339,11 @@ class CellCache(BlendedCache):
     # What a `BlendedCache` does
 
     def _grow(self, rows: int) -> None:
-        more = rows - len(self._held)
-        if more > 0:
-            self._held, self._unread = (np.pad(mask, (0, max(more, rows // 2))) for mask in (self._held, self._unread))
+        lacking = rows - len(self._held)
+        if lacking > 0:
+            self._held, self._unread = (
+                np.pad(mask, (0, max(lacking, rows // 2))) for mask in (self._held, self._unread)
+            )
 
     def _free_buffers(self) -> None:
         """The prompt is there and goes on: its rows are read from the cells if anybody wants them."""
@@ -402,7 +404,7 @@ def _abandon(context: Context, sequences: Sequence[int]) -> None:
         context.abandon(sequence)
 
 
-class _Asked(NamedTuple):
+class _Requested(NamedTuple):
     """Rows that are computed: positions and token ids `[rows]`, and the first position whose logits are wanted."""
 
     positions: Positions
@@ -410,13 +412,13 @@ class _Asked(NamedTuple):
     first_output: int
 
     @classmethod
-    def of(cls, request: RowRequest) -> _Asked:
+    def of(cls, request: RowRequest) -> _Requested:
         """Those of a request."""
         positions = request.positions.numpy()
         first_output = int(positions[-request.outputs]) if request.outputs else int(positions[-1]) + 1
         return cls(positions, request.token_ids[0].numpy().astype(np.int32), first_output)
 
-    def batch(self, runs: Sequence[RowRun], sequences: Sequence[int]) -> BatchRows:
+    def batch(self, runs: Sequence[Stretch], sequences: Sequence[int]) -> BatchRows:
         """The rows of these runs, each in its sequence."""
         positions = np.concatenate([np.arange(*run, dtype=np.int32) for run in runs])
         owners = np.repeat(np.array(sequences, np.int32), [run.rows for run in runs])
@@ -434,15 +436,15 @@ def compute_following(requests: Sequence[RowRequest], caches: Sequence[CellCache
         PromptError: the cells are full.
 
     """
-    asked = []
+    requested = []
     batches = []
     for request, cache in zip(requests, caches, strict=True):
         rows = cache._prepare(request)
-        asked.append(rows)
+        requested.append(rows)
         batches.append(rows.batch(runs_of(rows.positions.tolist()), [cache.sequence]))
     fields = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
     logits = caches[0]._context.run(BatchRows(*fields))
-    for rows, cache in zip(asked, caches, strict=True):
+    for rows, cache in zip(requested, caches, strict=True):
         cache._mark(runs_of(rows.positions.tolist()))
         cache._count(rows)
     return logits

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blend.errors import ConfigError, PromptError
-from blend.integrations.llamacpp.library import Batch, GraphTensor, OnNode
+from blend.integrations.llamacpp.library import DecodeBatch, GraphTensor, OnNode
 from blend.integrations.llamacpp.model import GGUFModel
 from blend.integrations.llamacpp.state import F16, F32, Q8_0, Bytes, StateFormat
 
@@ -161,10 +161,8 @@ class Context:
         cells, batch, ubatch, sequences = (
             int(self._library.call(f"llama_n_{name}", self._handle)) for name in ("ctx", "batch", "ubatch", "seq_max")
         )
-        asked = self.options.tokens
-        is_alike = (
-            asked <= cells < asked + 256 and batch >= min(asked, cells) and ubatch <= batch and sequences == SEQUENCES
-        )
+        tokens = self.options.tokens
+        is_alike = asked <= cells < asked + 256 and batch >= tokens and ubatch <= batch and sequences == SEQUENCES
         if not is_alike:
             raise ConfigError(
                 f"{self._library.path} made another context than was asked for: its parameters are unknown"
@@ -265,16 +263,16 @@ class Context:
         sequences = np.ascontiguousarray(rows.sequences, np.int32)
         addresses = sequences.ctypes.data + 4 * np.arange(count, dtype=np.uint64)
         ones = np.ones(count, np.int32)
-        wanted = rows.outputs.astype(np.int8)
+        outputs = rows.outputs.astype(np.int8)
         token_ids = np.ascontiguousarray(rows.token_ids, np.int32)
         positions = np.ascontiguousarray(rows.positions, np.int32)
         if count > self._batch_rows:
             raise self._full()
-        batch = Batch(count)
+        batch = DecodeBatch(count)
         batch.token, batch.pos = _numbers(token_ids), _numbers(positions)
         batch.n_seq_id = _numbers(ones)
         batch.seq_id = ctypes.cast(addresses.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
-        batch.logits = ctypes.cast(wanted.ctypes.data, ctypes.POINTER(ctypes.c_int8))
+        batch.logits = ctypes.cast(outputs.ctypes.data, ctypes.POINTER(ctypes.c_int8))
         with self.lock:
             self._on_attention = on_attention
             self._attending = 0

@@ -271,7 +271,9 @@ class CellDecoder(RowDecoder):
         start = cache.get_seq_length()
         run = Run.consecutive(start, start + input_ids.shape[1], input_ids.device)
         outputs = 1 if start == 0 else input_ids.shape[1]
-        return Output(logits=self.prefill([RowRequest(input_ids, run, cache, outputs=outputs)])[None], cache=cache)
+        return ForwardOutput(
+            logits=self.prefill([RowRequest(input_ids, run, cache, outputs=outputs)])[None], cache=cache
+        )
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -286,7 +288,7 @@ class CellDecoder(RowDecoder):
         call()
 
 
-class Output(dict[str, Any]):
+class ForwardOutput(dict[str, Any]):
     """What `run_whole` returns, as transformers' models do."""
 
     @property

@@ -31,7 +31,7 @@ class Parameters(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_ubyte * _PARAMETERS)]  # ctypes wants a list
 
 
-class Batch(ctypes.Structure):
+class DecodeBatch(ctypes.Structure):
     """`llama_batch`."""
 
     _fields_ = [
@@ -88,10 +88,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ggml_op_name": (_TEXT, (_INT,)),
     "ggml_view_1d": (_POINTER, (_POINTER, _POINTER, ctypes.c_int64, _SIZE)),
     "llama_backend_init": (None, ()),
-    "llama_batch_free": (None, (Batch,)),
-    "llama_batch_init": (Batch, (_INT, _INT, _INT)),
+    "llama_batch_free": (None, (DecodeBatch,)),
+    "llama_batch_init": (DecodeBatch, (_INT, _INT, _INT)),
     "llama_context_default_params": (Parameters, ()),
-    "llama_decode": (_INT, (_POINTER, Batch)),
+    "llama_decode": (_INT, (_POINTER, DecodeBatch)),
     "llama_free": (None, (_POINTER,)),
     "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), (_POINTER, _INT)),
     "llama_get_memory": (_POINTER, (_POINTER,)),
@@ -259,8 +259,8 @@ class Library:
 
 def find_library() -> Path:
     """The library in the package xllamacpp, which is not imported. Raises `ConfigError` without one."""
-    found = find_spec("xllamacpp")
-    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+    package = find_spec("xllamacpp")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
         for suffix in ("so", "pyd", "dylib"):
             if libraries := sorted(Path(folder).glob(f"xllamacpp*.{suffix}")):
                 return libraries[0]

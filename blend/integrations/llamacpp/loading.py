@@ -25,12 +25,12 @@ def load_decoder(model: str, options: Mapping[str, Any]) -> CellDecoder:
         UnsupportedModelError: the model cannot be blended.
 
     """
-    known = {**_FIELDS, "library": str, "tokenizer": str}
+    types = {**_FIELDS, "library": str, "tokenizer": str}
     for name, value in options.items():
-        if name not in known:
-            raise ConfigError(f"llama.cpp has no option {name!r}; choose among {', '.join(known)}")
-        if type(value) is not known[name]:
-            raise ConfigError(f"the option {name} of llama.cpp is {value!r}; give {_words(known[name])}")
+        if name not in types:
+            raise ConfigError(f"llama.cpp has no option {name!r}; choose among {', '.join(types)}")
+        if type(value) is not types[name]:
+            raise ConfigError(f"the option {name} of llama.cpp is {value!r}; give {_words(types[name])}")
     chosen = ContextOptions(**{name: value for name, value in options.items() if name in _FIELDS})
     tokenizer = None
     if options.get("tokenizer"):

@@ -44,13 +44,13 @@ def measured_turns(layers: Sequence[KeysAt], name: str) -> list[Turn | None]:
 
     Raises `UnsupportedModelError` where no rotation moves them.
     """
-    known: list[Turn | None] = [None]
+    distinct: list[Turn | None] = [None]
     turns = []
     for index, layer in enumerate(layers):
-        turn = min(known, key=layer.error)
+        turn = min(distinct, key=layer.error)
         if layer.error(turn) > TOLERANCE:
             turn = min(_candidates(layer.keys), key=layer.error)
-            known.append(turn)
+            distinct.append(turn)
         if not layer.error(turn) <= TOLERANCE:
             raise UnsupportedModelError(
                 f"{name}: no rotation moves the keys of layer {index} to another position; use full prefill for this model"

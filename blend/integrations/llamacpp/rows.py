@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 
-class RowRun(NamedTuple):
+class Stretch(NamedTuple):
     """Consecutive rows, from position `start` to `stop - 1`."""
 
     start: int
@@ -22,20 +22,20 @@ class RowRun(NamedTuple):
         return self.stop - self.start
 
 
-def runs_of(positions: Sequence[int]) -> list[RowRun]:
+def runs_of(positions: Sequence[int]) -> list[Stretch]:
     """The runs of sorted positions."""
-    runs: list[RowRun] = []
+    runs: list[Stretch] = []
     for position in positions:
         if runs and position == runs[-1].stop:
-            runs[-1] = RowRun(runs[-1].start, position + 1)
+            runs[-1] = Stretch(runs[-1].start, position + 1)
         else:
-            runs.append(RowRun(position, position + 1))
+            runs.append(Stretch(position, position + 1))
     return runs
 
 
 def waves_of(
-    runs: Sequence[RowRun], is_alone: Callable[[RowRun], bool], most_rows: int, most_runs: int
-) -> Iterator[list[RowRun]]:
+    runs: Sequence[Stretch], is_alone: Callable[[Stretch], bool], most_rows: int, most_runs: int
+) -> Iterator[list[Stretch]]:
     """Runs in ascending waves.
 
     Args:
@@ -46,7 +46,7 @@ def waves_of(
         most_runs: runs of a wave.
 
     """
-    wave: list[RowRun] = []
+    wave: list[Stretch] = []
     for run in runs:
         alone = is_alone(run)
         rows = sum(earlier.rows for earlier in wave) + run.rows

@@ -148,7 +148,7 @@ class StateFormat(NamedTuple):
 
     def unpack(self, state: Bytes) -> list[CacheRows]:
         """The rows of each cache, sorted by position. Raises `ValueError` for another format."""
-        reader = _Reader(state)
+        reader = _StateReader(state)
         if reader.mark() != self.mark:
             raise ValueError("the state begins otherwise than that of the first prompt")
         caches = [reader.cache(expected) for expected in self.caches]
@@ -158,7 +158,7 @@ class StateFormat(NamedTuple):
     @classmethod
     def read(cls, state: Bytes) -> StateFormat:
         """The format of a state of at least one row, its order still unknown. Raises `ValueError` for an unknown one."""
-        reader = _Reader(state)
+        reader = _StateReader(state)
         mark = reader.mark()
         caches = []
         while not reader.is_at_end:
@@ -167,7 +167,7 @@ class StateFormat(NamedTuple):
         return cls(tuple(caches), mark)
 
 
-class _Reader:
+class _StateReader:
     """Reads a state from its start. Raises `ValueError` where it is not as described above."""
 
     def __init__(self, state: Bytes) -> None:
