@@ -22,7 +22,7 @@ from blend.integrations.llamacpp.state import KVRows
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation
 from blend.model.passes import OnLayer, RowRequest
 
-WAVE_ROWS = 96  # most rows of a wave of several runs; measured in docs/llamacpp.md
+WAVE_ROWS = 24  # most rows of a wave of several runs; measured in docs/llamacpp.md
 Positions = NDArray[np.int64]
 
 

@@ -162,7 +162,7 @@ class Context:
             int(self._library.call(f"llama_n_{name}", self._handle)) for name in ("ctx", "batch", "ubatch", "seq_max")
         )
         tokens = self.options.tokens
-        is_alike = asked <= cells < asked + 256 and batch >= tokens and ubatch <= batch and sequences == SEQUENCES
+        is_alike = tokens <= cells < tokens + 256 and batch >= tokens and ubatch <= batch and sequences == SEQUENCES
         if not is_alike:
             raise ConfigError(
                 f"{self._library.path} made another context than was asked for: its parameters are unknown"

@@ -18,14 +18,15 @@ def load_decoder(model: str, options: Mapping[str, Any]) -> CellDecoder:
 
     Args:
         model: the file.
-        options: fields of `ContextOptions`; `library`, a path of llama.cpp's library; `tokenizer`, a directory of one.
+        options: fields of `ContextOptions`; `library`, a path of llama.cpp's library; `tokenizer`, a directory of one;
+            `wave_rows`, as of `CellDecoder`.
 
     Raises:
         ConfigError: unknown options, or what `CellDecoder` raises.
         UnsupportedModelError: the model cannot be blended.
 
     """
-    types = {**_FIELDS, "library": str, "tokenizer": str}
+    types = {**_FIELDS, "library": str, "tokenizer": str, "wave_rows": int}
     for name, value in options.items():
         if name not in types:
             raise ConfigError(f"llama.cpp has no option {name!r}; choose among {', '.join(types)}")
@@ -37,7 +38,9 @@ def load_decoder(model: str, options: Mapping[str, Any]) -> CellDecoder:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(options["tokenizer"])
-    return CellDecoder.load(model, chosen, library=options.get("library", ""), tokenizer=tokenizer)
+    decoder = CellDecoder.load(model, chosen, library=options.get("library", ""), tokenizer=tokenizer)
+    decoder.wave_rows = max(1, options.get("wave_rows", decoder.wave_rows))
+    return decoder
 
 
 def _words(kind: type) -> str:
