@@ -86,7 +86,7 @@ def test_deviation_selects_what_it_selects_in_transformers(engines: Engines) -> 
     assert torch.equal(ours.selection.rows, theirs.selection.rows)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_an_eight_bit_cache_chooses_nearly_the_same_rows(engines: Engines, name: str) -> None:
     """Keys and queries are turned in llama.cpp alike; the question's attention is that of transformers."""
     pair = engines.pair(name, cache_type="q8_0", hidden_size=256, head_dim=64)

@@ -131,7 +131,7 @@ def test_commands_use_the_file(blend: Blend) -> None:
     assert answer["chunks"]
     with serving(blend, "-q") as (_, http):
         body = {
-            "model": "any",
+            "model": "tiny.gguf",
             "messages": [{"role": "user", "content": QUESTION}],
             "max_tokens": 6,
             "n": 2,
