@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -190,3 +191,12 @@ def test_libraries_that_are_not_llama_cpp_are_refused(library: Library, tmp_path
         Library(tmp_path / "libllama.so")
     with pytest.raises(ConfigError, match=r"lacks llama\.cpp's function"):
         Library(_ctypes.__file__)
+
+
+def test_a_library_that_is_forgotten_leaves_the_log_whole(file: Path) -> None:
+    """The log of llama.cpp is one for the process: what the last library object left there must live on."""
+    first = Library()
+    Library()
+    gc.collect()
+    with pytest.raises(ConfigError, match=r"cannot load .*\(.+\)"):
+        GGUFModel(first, Path(__file__))

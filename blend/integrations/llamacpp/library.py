@@ -132,6 +132,27 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
+class _ErrorLog:
+    """Errors that a library logs. It has one log for the whole process, so this is never freed."""
+
+    def __init__(self) -> None:
+        self._errors: list[str] = []
+        self.callback = _OnLog(self._keep)
+
+    def _keep(self, level: int, text: bytes, _: Any) -> None:
+        if level == _ERROR_LEVEL:
+            self._errors.append(text.decode(errors="replace"))
+
+    def take(self) -> str:
+        """The first line, in brackets; empty without one. All are forgotten."""
+        lines = [line for text in self._errors for line in text.splitlines() if line.strip()]
+        self._errors.clear()
+        return f" ({lines[0].strip()})" if lines else ""
+
+
+_LOG = _ErrorLog()
+
+
 class ContextFields(NamedTuple):
     """Where fields of `llama_context_params` lie, in bytes. on_node: `cb_eval`. switches: the booleans at its end."""
 
@@ -179,9 +200,7 @@ class Library:
                 raise ConfigError(f"{self.path} lacks llama.cpp's function {name}; tried with {TRIED}")
             function.restype = result
             function.argtypes = arguments
-        self._errors: list[str] = []
-        self._on_log = _OnLog(self._keep_error)  # as long as the library may call it
-        self.call("llama_log_set", self._on_log, None)
+        self.call("llama_log_set", _LOG.callback, None)
         self._check_tensors()
         self._check_batch()
         self.call("llama_backend_init")
@@ -195,13 +214,7 @@ class Library:
 
     def logged_error(self) -> str:
         """What the library logged first as an error, in brackets; empty without one. It is forgotten."""
-        lines = [line for text in self._errors for line in text.splitlines() if line.strip()]
-        self._errors.clear()
-        return f" ({lines[0].strip()})" if lines else ""
-
-    def _keep_error(self, level: int, text: bytes, _: Any) -> None:
-        if level == _ERROR_LEVEL:
-            self._errors.append(text.decode(errors="replace"))
+        return _LOG.take()
 
     @cached_property
     def context_fields(self) -> ContextFields:
