@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +30,7 @@ from blend.errors import ConfigError, PromptError, StoreError
 from blend.layout import PromptLayout
 from blend.model.decoder import Decoder, full_prefill, pick_device
 from blend.model.device_path import DevicePath
+from blend.model.engines import TRANSFORMERS, check_engine, load_engine
 from blend.model.generate import OnText, end_tokens, generate
 from blend.model.precision import check_weights
 from blend.prefill.blender import Blend, Blender
@@ -102,6 +103,8 @@ class Rag:
             on a CPU. Caches that the store holds in another dtype are used where a probe shows that they are alike.
         weights: native, or int8: weights and activations of 8 bits in all linear layers, on a CPU.
         device_path: auto uses kernels and CUDA graphs that prove themselves on the GPU; eager does without.
+        engine: Who computes: transformers, or llamacpp for a GGUF file as `model`, in llama.cpp.
+        engine_options: Of llama.cpp: tokens of its context, threads, cache_type (f16 or q8_0), ubatch, library, tokenizer.
         blend: How prompts are blended.
         prompt: What stands around the chunks in a prompt.
         corpus: How documents become chunks, and which of the store's corpora to use.
@@ -128,6 +131,8 @@ class Rag:
         dtype: str = "auto",
         weights: str = "native",
         device_path: DevicePath = "auto",
+        engine: str = TRANSFORMERS,
+        engine_options: Mapping[str, Any] | None = None,
         blend: BlendConfig | None = None,
         prompt: PromptConfig | None = None,
         corpus: CorpusConfig | None = None,
@@ -140,7 +145,8 @@ class Rag:
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:
-        if decoder is None:
+        check_engine(engine)
+        if decoder is None and engine == TRANSFORMERS:
             check_weights(weights, pick_device(device))  # before anything is written or fetched in vain
         self.loading = RLock()
         self._memory = memory
@@ -166,6 +172,7 @@ class Rag:
             "weights": weights,
             "device_path": device_path,
         }
+        self._engine: dict[str, Any] = {"engine": engine, "engine_options": engine_options or {}}
         self._budget_bytes = budget_bytes
         self._on_fetch = on_fetch
         self._rehearsed: PromptLayout | None = None
@@ -196,7 +203,7 @@ class Rag:
         origin = origin_of(self.root / "kv")
         store = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
         resolved = {"dtype": dtype_name(self.decoder.dtype), "corpus": self.corpus_config}
-        return {**store, **self._common, **self._computing, **resolved}
+        return {**store, **self._common, **self._computing, **self._engine, **resolved}
 
     @property
     def _common(self) -> dict[str, Any]:
@@ -228,6 +235,8 @@ class Rag:
     @loaded_once
     def decoder(self) -> Decoder:
         """The decoder."""
+        if self._engine["engine"] != TRANSFORMERS:
+            return load_engine(model=self.model, **self._engine)
         location = resolve_model(self.model, progress=self._on_fetch)
         decoder = Decoder.load(str(location), name=self.model, **self._computing, progress=self._on_fetch)
         with suppress(StoreError):  # it will be reported when caches are needed

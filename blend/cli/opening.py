@@ -16,6 +16,7 @@ from blend.cli.progress import fetch_progress
 from blend.config import DEFAULT_MODEL, BlendConfig, CorpusConfig, PromptConfig
 from blend.corpora import Sharing, corpora, index_dir, indexes_named, require_corpus
 from blend.errors import ConfigError, StoreError, StoreUnreachableError
+from blend.model.engines import TRANSFORMERS, read_engine_options
 from blend.store import open_store, read_precomputed, read_store_key
 from blend.store.addresses import root_of, store_name
 from blend.store.admin import note_of
@@ -32,11 +33,17 @@ if TYPE_CHECKING:
 _Config = TypeVar("_Config", BlendConfig, CorpusConfig, PromptConfig)
 
 
-def check_model(name: str) -> None:
+def check_model(name: str, engine: str = TRANSFORMERS) -> None:
     """Raise `ConfigError` or `WeightsError` for a model that cannot be there.
 
     A hub that is out of reach is asked once and briefly; loading from it would retry for a minute.
     """
+    if engine == "llamacpp":
+        if not Path(name).expanduser().is_file():
+            raise ConfigError(f"--engine llamacpp takes a GGUF file as --model, and {name} is no file")
+        return
+    if Path(name).suffix == ".gguf" and Path(name).is_file():
+        raise ConfigError(f"{name} is a GGUF file: add --engine llamacpp")
     if name in CATALOG and not Path(name).is_dir():
         return
     location = resolve_model(name)
@@ -58,6 +65,7 @@ def check(options: dict[str, Any], *, needs_corpus: bool = False) -> None:
     """
     _pick(BlendConfig, options)
     _pick(CorpusConfig, options)
+    _check_engine(options)
     store = options["store"]
     if store.exists() and not store.is_dir():
         raise StoreError(f"{store} is a file, a store is a directory: choose another one with --store")
@@ -67,6 +75,15 @@ def check(options: dict[str, Any], *, needs_corpus: bool = False) -> None:
         if not corpora(store):
             with indexes_named(store):
                 ChunkIndex.load(index_dir(store, ""))  # raises `IndexMissingError`
+
+
+def _check_engine(options: dict[str, Any]) -> None:
+    """Raise `ConfigError` for options of an engine that do not go together."""
+    if options["engine"] == TRANSFORMERS and options["engine_options"]:
+        raise ConfigError("--engine-options goes with --engine llamacpp or vllm")
+    if options["engine"] == "vllm" and "share" not in options:
+        raise ConfigError("--engine vllm goes with `blend precompute`; see docs/vllm.md for serving")
+    read_engine_options(options["engine_options"])
 
 
 def fetch_indexes(store: Path, key_file: Path | None) -> None:
@@ -86,7 +103,8 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
     """
     key = store_key(options.get("store_key"))
     model = model_of(options)
-    check_model(model)
+    engine = options["engine"]
+    check_model(model, engine)
     named = options.get("embedder")
     embedder = load_embedder(named) if named else None  # first: a hub that does not offer it ends the command soon
     note(f"Loading {model} ...")
@@ -102,6 +120,8 @@ def open_rag(options: dict[str, Any], *, needs_index: bool = True) -> Rag:
         dtype=options["dtype"],
         weights=options["weights"],
         device_path=options["device_path"],
+        engine=TRANSFORMERS if engine == "vllm" else engine,  # `blend precompute` brings vLLM's decoder
+        engine_options=read_engine_options(options["engine_options"]),
         blend=_pick(BlendConfig, options),
         prompt=_pick(PromptConfig, options),
         corpus=_pick(CorpusConfig, options),
@@ -160,7 +180,7 @@ def model_of(options: dict[str, Any]) -> str:
         )
     if not names:
         return DEFAULT_MODEL
-    if Path(names[0]).is_absolute() and not Path(names[0]).is_dir():
+    if Path(names[0]).is_absolute() and not Path(names[0]).exists():
         raise ConfigError(
             f"{store_name(store)} was made with {names[0]}, which is not here: say where it lies with --model"
         )

@@ -16,6 +16,7 @@ import click
 from blend.cli.console import read_text
 from blend.config import DEFAULT_MODEL, DEFAULT_STORE, BlendConfig, CorpusConfig, MaskMode, PromptConfig
 from blend.errors import ConfigError
+from blend.model.engines import ENGINES, TRANSFORMERS
 from blend.ranges import NUMBERS
 from blend.select import make_selector
 from blend.serve.limits import KV_BUDGET, LEARN_BUDGET, MEMORY_BUDGET, MOST_RUNNING, MOST_WAITING, PREFIX_BUDGET
@@ -269,6 +270,21 @@ computing = _together(
         type=click.Choice(("auto", "eager")),
         default="auto",
         help="auto: kernels and CUDA graphs that prove themselves on this GPU; eager: without them.",
+    ),
+    _shared(
+        "--engine",
+        type=click.Choice((*ENGINES, "vllm")),
+        default=TRANSFORMERS,
+        help="Who computes. llamacpp: a GGUF file, as --model, in llama.cpp. vllm: for `blend precompute` alone, quantised "
+        "models included, for kvblend inside vLLM.",
+    ),
+    _shared(
+        "--engine-options",
+        type=TEXT,
+        default="",
+        metavar="JSON",
+        help='Options of llama.cpp, such as {"tokens": 16384, "threads": 4, "cache_type": "q8_0"}, or vLLM\'s engine '
+        'arguments, as the server gets them: {"quantization": "fp8"}.',
     ),
 )
 _keeping = _together(

@@ -76,20 +76,6 @@ _RESUME = "interrupted; what was computed is stored, run the same command again 
 @number(
     "ray_workers", "Workers on the Ray cluster.  [default: one for every GPU, or for every machine if there are none]"
 )
-@click.option(
-    "--engine",
-    type=click.Choice(["transformers", "vllm"]),
-    default="transformers",
-    show_default=True,
-    help="Whose model computes the caches. vllm: for kvblend inside vLLM, quantised models included.",
-)
-@click.option(
-    "--engine-options",
-    type=TEXT,
-    default="",
-    metavar="JSON",
-    help='vLLM\'s engine arguments, as the server gets them: {"quantization": "fp8"}.',
-)
 @options.json_option
 @options.common
 @options.chunking
@@ -157,8 +143,6 @@ def _check(values: dict[str, Any], *, quick: bool) -> None:
         raise ConfigError("--questions needs all caches and the KV correction: leave out --shard")
     if values["ray_workers"] and "ray" not in chosen:
         raise ConfigError("--ray-workers says how many workers --ray has: give both")
-    if values["engine"] != "vllm" and values["engine_options"]:
-        raise ConfigError("--engine-options goes with --engine vllm")
     if values["engine"] == "vllm" and chosen & {"ray", "questions"}:
         raise ConfigError("--ray and --questions do not go with --engine vllm: leave them out")
 

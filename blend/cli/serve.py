@@ -225,7 +225,7 @@ def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None]) -> S
         on_audit=on_audit,
         unnamed="" if values["api_key"] or values["api_keys"] or not is_loopback(values["host"]) else "this machine",
     )
-    if Path(rag.model).is_dir():
+    if Path(rag.model).exists():
         service.model = Path(rag.model).resolve().name  # clients need not know its path
     return service
 

@@ -140,10 +140,10 @@ def checkpoint_digest(location: str, *, unless_changed_since: tuple[str, ...] = 
     files = _weights(_folder_of(location))
     if not files or unless_changed_since not in ((), tuple(map(_stamp, files))):
         return None
-    return xxhash.xxh3_128_hexdigest("\n".join(map(_remembered_digest, files)).encode())
+    return xxhash.xxh3_128_hexdigest("\n".join(map(remembered_digest, files)).encode())
 
 
-def _remembered_digest(file: Path) -> str:
+def remembered_digest(file: Path) -> str:
     """Digest of one file's bytes; where nothing is writable, it is read at every start."""
     path = cache_root() / DIGESTS
     name = f"{file.resolve().parent} {_stamp(file)}"

@@ -193,6 +193,11 @@ class DrivenDecoder(RowDriver, RowDecoder):
             self._pass_rows[by_graph] = 2 * max(0.0, rows - TIMED_ROWS)
         return self._pass_rows[by_graph]
 
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the weights of all layers."""
+        return sum(part.numel() for layer in self.layers for part in layer.parameters())
+
     def seconds_of(self, count: int) -> float:
         """Seconds of a pass over so many rows, the second one of two: the first one warms up."""
         ids = torch.arange(count, device=self.device)[None] % self.vocabulary

@@ -21,9 +21,9 @@ __all__ = ["CATALOG", "CatalogModel", "lasting_name", "resolve_model"]
 
 
 def lasting_name(name: str) -> str:
-    """A model's name that holds in every working directory: a directory's absolute path, any other name unchanged."""
+    """A model's name that holds in every working directory: the absolute path of a file or directory, or the name."""
     path = Path(name).expanduser()
-    return str(path.absolute()) if path.is_dir() else name
+    return str(path.absolute()) if path.exists() else name
 
 
 def resolve_model(name_or_path: str | os.PathLike[str], progress: Progress = no_progress) -> Path | str:

@@ -10,7 +10,7 @@ from places import PYTHONPATH, REPOSITORY
 
 # Who may import a library: modules, or packages with all that is in them.
 IMPORTERS = {
-    "transformers": "blend.model blend.weights blend.attached blend_retrieval.hub",
+    "transformers": "blend.model blend.weights blend.attached blend.integrations.llamacpp blend_retrieval.hub",
     "vllm": "blend.integrations",
     "faiss": "blend_retrieval.index",
     "sentence_transformers": "blend_retrieval.hub",
@@ -19,7 +19,7 @@ IMPORTERS = {
     "blend_kernels": (
         "blend_kernels blend.model.attention blend.model.passes blend.model.cache blend.model.admission "
         "blend.model.row_decoder blend.model.device_path blend.model.fused blend.model.addressed_pass blend.model.graphs "
-        "blend.chunks"
+        "blend.chunks blend.integrations.llamacpp"
     ),
     "gguf": "blend.weights",
     "starlette": "blend.serve blend.integrations",

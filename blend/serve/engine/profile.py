@@ -28,8 +28,7 @@ class PrefillProfile:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
         self._lock = threading.Lock()
-        weights = sum(part.numel() for layer in decoder.layers for part in layer.parameters())
-        self._of_row = 2.0 * weights
+        self._of_row = 2.0 * decoder.layer_weights
         self._of_pair = 4.0 * query_numbers(decoder.config) * len(decoder.layers)
         self._rate: float | None = None
         self._prompts: LRUCache[int, float] = LRUCache(MEASURED_PROMPTS)

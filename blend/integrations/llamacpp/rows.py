@@ -1,0 +1,61 @@
+"""Which rows run together: runs of consecutive rows, and waves of runs.
+
+llama.cpp wants each sequence of a batch to go on where its stored rows end. Every run therefore gets a spare sequence, to
+which the cells of all earlier rows are lent. Rows of one wave see the KV of earlier runs as it was before the wave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Stretch(NamedTuple):
+    """Consecutive rows, from position `start` to `stop - 1`."""
+
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+def runs_of(positions: Sequence[int]) -> list[Stretch]:
+    """The runs of sorted positions."""
+    runs: list[Stretch] = []
+    for position in positions:
+        if runs and position == runs[-1].stop:
+            runs[-1] = Stretch(runs[-1].start, position + 1)
+        else:
+            runs.append(Stretch(position, position + 1))
+    return runs
+
+
+def waves_of(
+    runs: Sequence[Stretch], is_alone: Callable[[Stretch], bool], most_rows: int, most_runs: int
+) -> Iterator[list[Stretch]]:
+    """Runs in ascending waves.
+
+    Args:
+        runs: ascending.
+        is_alone: whether a run needs the fresh KV of all runs before it, and those behind need its own: it is a wave by itself.
+            Rows that have no KV yet are such runs, and so is the question.
+        most_rows: rows of a wave of several runs.
+        most_runs: runs of a wave.
+
+    """
+    wave: list[Stretch] = []
+    for run in runs:
+        alone = is_alone(run)
+        rows = sum(earlier.rows for earlier in wave) + run.rows
+        if wave and (alone or rows > most_rows or len(wave) == most_runs):
+            yield wave
+            wave = []
+        wave.append(run)
+        if alone:
+            yield wave
+            wave = []
+    if wave:
+        yield wave
