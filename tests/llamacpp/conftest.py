@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.llamacpp.engines import Engines
+from tests.llamacpp.llamacpp_engines import Engines
 
 MISSING = [name for name in ("xllamacpp", "gguf") if find_spec(name) is None]
 

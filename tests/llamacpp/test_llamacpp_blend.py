@@ -7,8 +7,8 @@ from blend import BlendConfig, Blender, open_store
 from blend.layout import PromptLayout
 from blend.model.decoder import full_prefill
 from blend.prefill.blender import Blend
-from tests.llamacpp.engines import NAMES, Engines, token_ids
-from tests.llamacpp.test_rows import CLOSE, difference
+from tests.llamacpp.llamacpp_engines import NAMES, Engines, token_ids
+from tests.llamacpp.test_llamacpp_rows import CLOSE, difference
 
 CHUNKS = tuple(tuple(token_ids(24, seed)[0].tolist()) for seed in (1, 2, 3))
 

@@ -9,7 +9,7 @@ from blend.errors import PromptError
 from blend.integrations.llamacpp.cache import CellCache
 from blend.model.cache import KV, Run
 from blend.model.passes import RowRequest
-from tests.llamacpp.engines import NAMES, Engines, Pair, token_ids
+from tests.llamacpp.llamacpp_engines import NAMES, Engines, Pair, token_ids
 
 ROWS = 40
 CLOSE = 0.01  # of the largest number: llama.cpp keeps KV in half precision
