@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
 from blend.errors import ConfigError
+from blend.model.engines import read_engine_options
 from blend_retrieval.installation import install_command
 
 
@@ -27,7 +26,7 @@ def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -
     """
     if find_spec("vllm") is None:
         raise ConfigError(f"--engine vllm needs vLLM: {install_command('vllm')}")
-    options = _options(engine_options)
+    options = read_engine_options(engine_options)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker is then in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; its own default takes most of the memory
     from vllm import LLM
@@ -50,13 +49,3 @@ def load_decoder(model: str, store: str, dtype: str, engine_options: str = "") -
     decoder.tokenizer = engine.get_tokenizer()
     decoder.engine = engine  # lives as long
     return decoder
-
-
-def _options(text: str) -> Mapping[str, Any]:
-    try:
-        options = json.loads(text or "{}")
-    except ValueError:
-        options = None
-    if not isinstance(options, dict):
-        raise ConfigError('--engine-options is a JSON object, such as {"quantization": "fp8"}')
-    return options
