@@ -26,7 +26,14 @@ ABOUT = {
     "metrics.md": "serve",
 }
 OF_CLAUDE_CODE = {"--bare", "--disallowedTools", "--system-prompt", "--tools"}
-OF_ENGINES = {"--cache-reuse", "--chat-template", "--default-chat-template-kwargs", "--engine-type"}
+OF_ENGINES = {
+    "--cache-reuse",
+    "--chat-template",
+    "--default-chat-template-kwargs",
+    "--engine-type",
+    "--kv-unified",
+    "--slot-save-path",
+}
 FOREIGN = OF_CLAUDE_CODE | OF_ENGINES | {"--exclude"}  # the last is rsync's
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-zA-Z0-9-]*")
 CALL = re.compile(r"\bblend ((?:store )?[a-z]+)\b([^|;&#`]*)")
