@@ -271,6 +271,8 @@ computing = _together(
         default="auto",
         help="auto: kernels and CUDA graphs that prove themselves on this GPU; eager: without them.",
     ),
+)
+model_engine = _together(
     _shared(
         "--engine",
         type=click.Choice((*ENGINES, "vllm")),
@@ -289,6 +291,7 @@ computing = _together(
 )
 _keeping = _together(
     computing,
+    model_engine,
     _field("codec", "How caches are kept.", click.Choice(codec_names())),
     number(
         "store_budget", "Most GB of chunk caches; the least recently used ones go.  [default: no limit]", metavar="GB"

@@ -35,6 +35,7 @@ QUESTIONS = 24
 @number("quality", "Most mean KL to full recompute, in nats a token.", 0.05)
 @click.option("--json", "json_path", type=OUTPUT, help="Write everything that was measured as JSON.")
 @options.computing
+@options.model_engine
 def command(
     model: str, questions: Path | None, limit: int, quality: float, json_path: Path | None, **values: Any
 ) -> None:
