@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from blend.integrations.llamacpp.rows import Stretch, runs_of, waves_of
+from blend.integrations.llamacpp.rows import runs_of, waves_of
 from blend.integrations.llamacpp.state import F16, Q8_0, CacheFormat, RowType, StateFormat, hadamard
+from blend.layout import Span
 
 WORDS = np.dtype("<u4")
 
@@ -138,7 +139,7 @@ def waves(positions: list[int], alone: set[int], rows: int = 4, runs: int = 3) -
 
 def test_waves_are_as_full_as_they_may_be() -> None:
     """By rows, by runs; a long run is a wave even if it has more rows."""
-    assert runs_of([1, 2, 5, 6, 7, 9]) == [Stretch(1, 3), Stretch(5, 8), Stretch(9, 10)]
+    assert runs_of([1, 2, 5, 6, 7, 9]) == [Span(1, 3), Span(5, 8), Span(9, 10)]
     assert waves([1, 2, 4, 6, 8], set()) == [[(1, 3), (4, 5), (6, 7)], [(8, 9)]]
     assert waves([1, 3, 5, 7], set(), rows=9) == [[(1, 2), (3, 4), (5, 6)], [(7, 8)]]
     assert waves([1, *range(3, 12), 20], set()) == [[(1, 2)], [(3, 12)], [(20, 21)]]

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from blend.integrations.llamacpp.context import BatchRows, Context, OnAttention
-from blend.integrations.llamacpp.rows import Stretch, runs_of, waves_of
+from blend.integrations.llamacpp.rows import runs_of, waves_of
 from blend.integrations.llamacpp.state import KVRows
+from blend.layout import Span
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation
 from blend.model.passes import OnLayer, RowRequest
 
@@ -159,9 +160,9 @@ class CellCache(BlendedCache):
         start, stop = int(positions[0]), int(positions[-1]) + 1
         with context.spare(1) as (spare,):
             context.set_state(spare, context.state_format.pack(positions, rows, spare))
-            self._take_over(spare, [Stretch(start, stop)])
+            self._take_over(spare, [Span(start, stop)])
 
-    def _take_over(self, source: int, runs: Sequence[Stretch]) -> None:
+    def _take_over(self, source: int, runs: Sequence[Span]) -> None:
         """Take the cells of these rows from another sequence, in the place of those that were there."""
         for run in runs:
             for sequence in self._sequences:
@@ -220,17 +221,17 @@ class CellCache(BlendedCache):
         for layer in self.layers:
             layer.length = max(layer.length, int(wanted_rows.positions[-1]) + 1)
 
-    def _is_alone(self, run: Stretch) -> bool:
+    def _is_alone(self, run: Span) -> bool:
         return not bool(self._held[run.start : run.stop].all())
 
-    def _pieces(self, runs: Sequence[Stretch]) -> Iterator[Stretch]:
+    def _pieces(self, runs: Sequence[Span]) -> Iterator[Span]:
         """The runs; with windowed layers in pieces of one batch, so that llama.cpp reuses no cell that left the window."""
         most = self._context.options.ubatch if self._context.model.window else 1 << 30
         for run in runs:
             for start in range(run.start, run.stop, most):
-                yield Stretch(start, min(run.stop, start + most))
+                yield Span(start, min(run.stop, start + most))
 
-    def _run_wave(self, wave: list[Stretch], wanted_rows: _Requested, on_attention: OnAttention | None) -> Tensor:
+    def _run_wave(self, wave: list[Span], wanted_rows: _Requested, on_attention: OnAttention | None) -> Tensor:
         """Compute a wave; its rows take the place of those that were there."""
         context = self._context
         follows = context.last_position(self.sequence) + 1 == wave[0].start
@@ -246,13 +247,13 @@ class CellCache(BlendedCache):
         self._mark(wave)
         return logits
 
-    def _mark(self, runs: Sequence[Stretch]) -> None:
+    def _mark(self, runs: Sequence[Span]) -> None:
         """These rows are fresh in the cells."""
         for run in runs:
             self._held[run.start : run.stop] = self._unread[run.start : run.stop] = True
 
     def _run_apart(
-        self, runs: Sequence[Stretch], spares: Sequence[int], wanted_rows: _Requested, on_attention: OnAttention | None
+        self, runs: Sequence[Span], spares: Sequence[int], wanted_rows: _Requested, on_attention: OnAttention | None
     ) -> Tensor:
         """Compute runs in spare sequences, to which the cells of all earlier rows are lent."""
         self._fill(runs[-1].start)
@@ -418,10 +419,10 @@ class _Requested(NamedTuple):
         first_output = int(positions[-request.outputs]) if request.outputs else int(positions[-1]) + 1
         return cls(positions, request.token_ids[0].numpy().astype(np.int32), first_output)
 
-    def batch(self, runs: Sequence[Stretch], sequences: Sequence[int]) -> BatchRows:
+    def batch(self, runs: Sequence[Span], sequences: Sequence[int]) -> BatchRows:
         """The rows of these runs, each in its sequence."""
         positions = np.concatenate([np.arange(*run, dtype=np.int32) for run in runs])
-        owners = np.repeat(np.array(sequences, np.int32), [run.rows for run in runs])
+        owners = np.repeat(np.array(sequences, np.int32), [run.length for run in runs])
         token_ids = self.token_ids[np.searchsorted(self.positions, positions)]
         return BatchRows(token_ids, positions, owners, positions >= self.first_output)
 

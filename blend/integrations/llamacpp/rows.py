@@ -7,35 +7,24 @@ which the cells of all earlier rows are lent. Rows of one wave see the KV of ear
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+
+from blend.layout import Span
 
 
-class Stretch(NamedTuple):
-    """Consecutive rows, from position `start` to `stop - 1`."""
-
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        """How many."""
-        return self.stop - self.start
-
-
-def runs_of(positions: Sequence[int]) -> list[Stretch]:
+def runs_of(positions: Sequence[int]) -> list[Span]:
     """The runs of sorted positions."""
-    runs: list[Stretch] = []
+    runs: list[Span] = []
     for position in positions:
         if runs and position == runs[-1].stop:
-            runs[-1] = Stretch(runs[-1].start, position + 1)
+            runs[-1] = Span(runs[-1].start, position + 1)
         else:
-            runs.append(Stretch(position, position + 1))
+            runs.append(Span(position, position + 1))
     return runs
 
 
 def waves_of(
-    runs: Sequence[Stretch], is_alone: Callable[[Stretch], bool], most_rows: int, most_runs: int
-) -> Iterator[list[Stretch]]:
+    runs: Sequence[Span], is_alone: Callable[[Span], bool], most_rows: int, most_runs: int
+) -> Iterator[list[Span]]:
     """Runs in ascending waves.
 
     Args:
@@ -46,10 +35,10 @@ def waves_of(
         most_runs: runs of a wave.
 
     """
-    wave: list[Stretch] = []
+    wave: list[Span] = []
     for run in runs:
         alone = is_alone(run)
-        rows = sum(earlier.rows for earlier in wave) + run.rows
+        rows = sum(earlier.length for earlier in wave) + run.length
         if wave and (alone or rows > most_rows or len(wave) == most_runs):
             yield wave
             wave = []
