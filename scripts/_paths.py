@@ -110,14 +110,20 @@ def server_options(
 
 
 def ended(run: Callable[[], int | None]) -> int:
-    """The exit code of a command; a mistake ends in one line on standard error."""
+    """The exit code of a command; a mistake ends in one line on standard error, a reader that stops in none."""
+    from blend.cli import PIPE_CLOSED
     from blend.errors import BlendError
 
     try:
-        return run() or 0
+        code = run() or 0
+        sys.stdout.flush()
+        return code
     except BlendError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's last flush would fail
+        return PIPE_CLOSED
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
