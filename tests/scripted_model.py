@@ -1,12 +1,12 @@
 """A tiny decoder that writes what a script says, in a directory, as `--model` takes it.
 
 The template writes tools behind the instructions, as most do, and begins an answer with a control token for the number of
-results of tools so far. The weights map each token of an answer to the next: neither attention nor the MLPs change a hidden
-state, but keys and values are computed.
+results of tools so far, and for the script: a conversation whose first words hold a script's name follows that one. The weights
+map each token of an answer to the next: neither attention nor the MLPs change a hidden state, but keys and values are computed.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,15 @@ from tests.tiny_model import save_tiny_model
 
 _END = "<|im_end|>"
 _TEMPLATE = r"""
+{%- set asked = messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | first %}
+{%- set script = namespace(name='', last=SCRIPTS['']) %}
+{%- for name, last in SCRIPTS.items() if name and name in asked %}
+    {%- set script.name = name %}
+    {%- set script.last = last %}
+{%- endfor %}
 {%- macro begin(before) %}
     {%- set results = before | selectattr('role', 'equalto', 'tool') | list | length %}
-    {{- '<|im_start|>assistant\n<|results ' ~ [results, LAST] | min ~ '|>' }}
+    {{- '<|im_start|>assistant\n<|' ~ script.name ~ ' results ' ~ [results, script.last] | min ~ '|>' }}
 {%- endmacro %}
 {%- for message in messages %}
     {%- if message.role == 'assistant' %}
@@ -57,7 +63,15 @@ def call(name: str, arguments: str) -> str:
     return f'\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def save_scripted_model(folder: Path, text: str, answers: Sequence[str], calls: Sequence[str] = ()) -> Path:
+def save_scripted_model(
+    folder: Path,
+    text: str,
+    answers: Sequence[str],
+    calls: Sequence[str] = (),
+    *,
+    others: Mapping[str, Sequence[str]] | None = None,
+    **shape: int,
+) -> Path:
     """`folder`, with a model that writes `answers[n]` behind n results of tools, and then ends.
 
     Args:
@@ -65,16 +79,19 @@ def save_scripted_model(folder: Path, text: str, answers: Sequence[str], calls: 
         text: What the tokenizer is trained on, besides the answers.
         answers: No token may occur twice in them. Behind more results the model writes the last one.
         calls: Parts of the answers that become one token each; see `call`.
+        others: Answers in conversations whose first message of the user holds this word.
+        shape: What differs from the usual one, which computes fast.
 
     """
-    starts = [f"<|results {number}|>" for number in range(len(answers))]
-    special = ("<|im_start|>", *starts, _END)
-    template = _TEMPLATE.replace("LAST", str(len(answers) - 1))
-    words = "\n".join([text, *list(answers) * 100])  # so often that their words become tokens
-    save_tiny_model(folder, words, template=template, special=special, vocabulary=4000, **_SHAPE)
+    scripts = {"": answers, **(others or {})}
+    said = {f"<|{name} results {n}|>": words for name, script in scripts.items() for n, words in enumerate(script)}
+    special = ("<|im_start|>", *said, _END)
+    template = _TEMPLATE.replace("SCRIPTS", repr({name: len(script) - 1 for name, script in scripts.items()}))
+    words = "\n".join([text, *list(said.values()) * 100])  # so often that their words become tokens
+    save_tiny_model(folder, words, template=template, special=special, vocabulary=4000, **{**_SHAPE, **shape})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(calls))
-    chains = [tokenizer.encode(start + answer + _END) for start, answer in zip(starts, answers, strict=True)]
+    chains = [tokenizer.encode(start + answer + _END) for start, answer in said.items()]
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     write_chains(model, chains)

@@ -1,55 +1,23 @@
 """npm's clients of the Messages API against `blend serve` with a small model that follows a script: an agent and an SDK."""
 
 import json
-import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import httpx
 import pytest
+from claude_code import FOLDER, INSTALL, KEY, MODEL, Server, converse, turns_of
 from example_server import environment, serving, until
 from places import REPOSITORY
 
 from tests.scripted_model import call, save_scripted_model
 
-FOLDER = Path(os.environ.get("KVBLEND_NPM", ".")).resolve()
-INSTALL = "npm install {} in a folder, and name the folder in KVBLEND_NPM"
-KEY, MODEL = "secret", "scripted"
-NO_NETWORK = "http://127.0.0.1:9"  # a proxy that is not there
 WORDS = ("harbour", "orchard")
 TEXTS = ("I ask the shell for a word.", "Now another please:", "It said harbour and orchard, so we are done!")
 CALLS = [call("Bash", json.dumps({"command": f"echo {word}", "description": f"Say {word}"})) for word in WORDS]
 ANSWERS = (TEXTS[0] + CALLS[0], TEXTS[1] + CALLS[1], TEXTS[2])
-
-
-class Server(NamedTuple):
-    """A `blend serve`. log: what it writes to standard error."""
-
-    url: str
-    log: Path
-
-    def requests(self) -> list[dict[str, Any]]:
-        """What it has logged of the requests so far."""
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-    def has_learned(self) -> bool:
-        """Whether it has computed the caches of new text."""
-        metrics = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
-        return "\nkvblend_num_chunk_caches_waiting 0.0\n" in metrics.text
-
-
-class Turn(NamedTuple):
-    blocks: list[dict[str, Any]]
-    usage: dict[str, int]
-
-    @property
-    def read_share(self) -> float:
-        """The share of the prompt's tokens that were read from memory."""
-        read = self.usage["cache_read_input_tokens"]
-        return read / (read + self.usage["cache_creation_input_tokens"] + self.usage["input_tokens"])
+OPTIONS = ("--allowedTools", "Bash", "--max-turns", "5")
 
 
 @pytest.fixture(scope="module")
@@ -62,57 +30,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield Server(url, folder / "log")
 
 
-@pytest.fixture(scope="module")
-def claude() -> str:
-    path = shutil.which("claude", path=FOLDER / "node_modules/.bin") or shutil.which("claude")
-    if path is None:
-        pytest.skip("Claude Code is not installed: " + INSTALL.format("@anthropic-ai/claude-code"))
-    return path
-
-
-def converse(claude: str, server: Server, folder: Path, question: str) -> list[dict[str, Any]]:
-    """The transcript of a conversation without a terminal and without a network."""
-    for name in ("home", "project"):
-        (folder / name).mkdir(exist_ok=True)
-    variables = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(folder / "home"),
-        "ANTHROPIC_BASE_URL": server.url,
-        "ANTHROPIC_AUTH_TOKEN": KEY,
-        "ANTHROPIC_MODEL": MODEL,
-        "ANTHROPIC_SMALL_FAST_MODEL": MODEL,
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "HTTP_PROXY": NO_NETWORK,
-        "HTTPS_PROXY": NO_NETWORK,
-        "NO_PROXY": "127.0.0.1",
-    }
-    options = ["--output-format", "stream-json", "--verbose", "--allowedTools", "Bash", "--max-turns", "5"]
-    agent = subprocess.run(
-        [claude, "-p", question, *options],
-        cwd=folder / "project",
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert agent.returncode == 0, agent.stdout[-2000:] + agent.stderr
-    return [json.loads(line) for line in agent.stdout.splitlines()]
-
-
-def turns_of(transcript: list[dict[str, Any]]) -> list[Turn]:
-    """The model's answers. The agent writes each of their blocks apart."""
-    turns: dict[str, Turn] = {}
-    for event in transcript:
-        if event["type"] == "assistant":
-            message = event["message"]
-            turns.setdefault(message["id"], Turn([], message["usage"])).blocks.extend(message["content"])
-    return list(turns.values())
-
-
-def test_claude_code_speaks_calls_a_tool_and_goes_on(claude, server, tmp_path):
+def test_claude_code_speaks_calls_a_tool_and_goes_on(server, tmp_path):
     before = len(server.requests())
-    transcript = converse(claude, server, tmp_path, "Say two words with the shell.")
+    transcript = converse(server, tmp_path, "Say two words with the shell.", *OPTIONS)
     turns = turns_of(transcript)
     blocks = [block for turn in turns for block in turn.blocks]
     read = [block for event in transcript if event["type"] == "user" for block in event["message"]["content"]]
@@ -127,7 +47,7 @@ def test_claude_code_speaks_calls_a_tool_and_goes_on(claude, server, tmp_path):
     assert [request["status"] for request in requests] == [200] * len(TEXTS)
     assert min(turn.read_share for turn in turns[1:]) > 0.9
     until(server.has_learned)
-    again = turns_of(converse(claude, server, tmp_path, "Which words does the shell know?"))
+    again = turns_of(converse(server, tmp_path, "Which words does the shell know?", *OPTIONS))
     assert again[0].read_share > 0.5, "another conversation begins with another header, and knows the text behind it"
     assert min(turn.read_share for turn in again[1:]) > 0.9
     assert all(request["status"] < 400 for request in server.requests()[before:])
