@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,23 +15,17 @@ from weakref import WeakSet
 
 import torch
 
-from blend.attached.beginning import Beginning
 from blend.attached.calls import PromptCall, fill, last_rows, prompt_call
 from blend.attached.hooks import HookWatch
-from blend.attached.seen import SeenTexts
+from blend.attached.known import KnownTexts
 from blend.config import BlendConfig, CorpusConfig
 from blend.errors import ConfigError, PromptError, StoreError
-from blend.layout import PlaceOrigin, PromptLayout, Span, Tokens
+from blend.layout import Tokens
 from blend.model.decoder import Decoder
-from blend.prefill.blender import Blend, Blender
-from blend.prefill.prefill import LEAST_RATIO_UNCORRECTED
+from blend.prefill.blender import Blend
 from blend.rag import Rag
 from blend.serve.engine.savings import reason_against
 from blend.serve.limits import MEMORY_BUDGET
-from blend.serve.prompts.reuse import PromptSearch
-from blend.serve.prompts.tenant import TenantState
-from blend.serve.prompts.trusted import trusted_chunks
-from blend.serve.token_index import LEAST_PIECE
 from blend.stopwatch import Progress, no_progress
 from blend.store import ChunkPool, open_store
 
@@ -135,10 +129,8 @@ class Attached:
         if self._folder is not None:
             rag.store = open_store("memory:", budget_bytes=learn_budget or None)
         rag.take_embedder_of_index()
-        self._blender = Blender(decoder, rag.store, config, uncorrected_ratio=LEAST_RATIO_UNCORRECTED)
-        self._tenant = TenantState(rag, learn_budget)
-        self._seen = SeenTexts()
-        self._beginning: Beginning | None = None
+        self._known = KnownTexts(rag, config, learn_budget)
+        self._blender = self._known.blender
         if self._folder is None and HookWatch(inner).present:
             raise ConfigError(
                 "the model has forward hooks, which may change what it computes, and a store knows no hooks: "
@@ -186,49 +178,8 @@ class Attached:
             StoreError: the store cannot be written.
 
         """
-        decoder = self._blender.decoder
-        cutter = self._tenant.texts(self._tenant.view(""), "", anywhere=True).cutter
-        pieces = dict[Tokens, None]()
-        for text in texts:
-            ids = tuple(decoder.tokenizer.encode(text, add_special_tokens=False))
-            spans = _long_enough(cutter.pieces(ids))
-            pieces |= {ids[span.start : span.stop]: None for span in spans}
         with self._lock, self._passes_of_its_own():
-            count = self._compute(list(pieces), progress)
-            if self._blender.config.correction:
-                chunks = trusted_chunks(self._tenant.rag())
-                self._blender.calibrate(self._prefix, chunks, provisional=True, progress=progress)
-        return count
-
-    @property
-    def _prefix(self) -> Tokens:
-        """What all caches are computed behind."""
-        return self._tenant.template.prefix
-
-    def _compute(self, texts: Sequence[Tokens], progress: Progress = no_progress) -> int:
-        """Learn texts; returns how many of them were new. Raises `StoreError`."""
-        if self._tenant.learned is None:
-            return 0
-        library = self._blender.library(self._prefix)
-        admitted = self._tenant.learn(library, texts)
-        library = self._blender.library(self._prefix)  # a surrogate context may have been chosen
-        missing = library.missing(list(admitted))
-        library.compute(missing, progress)
-        return len({variant.chunk for variant in missing})
-
-    def _compute_missing(self, layout: PromptLayout) -> int:
-        """Compute the caches of known text that are missing: of these weights, or because they left. Returns how many.
-
-        Raises `StoreError`.
-        """
-        if self._blender.config.reproducible:
-            return 0
-        library = self._blender.library(layout.kept_behind)
-        in_memory = library.tables()
-        wanted = [key for key in library.wanted(layout) if key.chunk not in in_memory[key.kind]]
-        missing = library.missing_of(wanted)
-        library.compute(missing)
-        return len({variant.chunk for variant in missing})
+            return self._known.learn(texts, progress)
 
     def _before(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at a call of `forward`: put known text into its cache, and leave it the last rows."""
@@ -285,22 +236,22 @@ class Attached:
         rows = sum(map(len, call.ids)) + behind
         try:
             self._blender.follow_weights()
-            learned = self._compute(list(self._seen.recurring(distinct)))
-            layouts = {ids: self._layout(ids) for ids in distinct}
-            learned += sum(map(self._compute_missing, layouts.values()))
+            learned = self._known.compute_recurring(distinct)
+            layouts = {ids: self._known.layout(ids) for ids in distinct}
+            learned += sum(map(self._known.compute_missing, layouts.values()))
             plain = {
                 ids for ids, layout in layouts.items() if reason_against(self._blender, layout, self._blender.config)
             }
             blends = dict[Tokens, Blend]()
             if len(plain) < len(layouts):
                 for ids, layout in layouts.items():
-                    blends[ids] = self._prefill(layout.all_plain() if ids in plain else layout)
+                    blends[ids] = self._known.prefill(layout.all_plain() if ids in plain else layout)
             reason = "" if blends else NOTHING_KNOWN
         except (StoreError, PromptError) as error:
             self.last = Attachment(rows, 0, rows, seconds=perf_counter() - begin, reason=str(error))
             return {}
-        for layout in () if self._blender.config.reproducible else layouts.values():
-            self._seen.add(place.tokens for place in layout.places if place.origin is PlaceOrigin.NEW)
+        for layout in layouts.values():
+            self._known.note_new(layout)
         stored = [
             len(place.tokens)
             for blend in blends.values()
@@ -310,31 +261,6 @@ class Attached:
         computed = sum(blend.rows_recomputed for blend in blends.values()) + behind if blends else rows
         self.last = Attachment(rows, sum(stored), computed, len(stored), learned, perf_counter() - begin, reason)
         return blends
-
-    def _prefill(self, layout: PromptLayout) -> Blend:
-        """Blend a prompt behind the rows with which the last one began, too. Raises `StoreError` and `PromptError`."""
-        model = self._blender.decoder.fingerprint
-        known = None if self._beginning is None else self._beginning.known(model, layout)
-        blend = self._blender.prefill(layout, room=0, known=known)
-        self._beginning = Beginning.of(blend)
-        return blend
-
-    def _layout(self, ids: Tokens) -> PromptLayout:
-        """A prompt with all known text as its places, and new text that may be learned."""
-        tenant = self._tenant
-        texts = tenant.texts(tenant.view(""), "", anywhere=True)
-        return PromptSearch(tenant.chat.continued(ids), (), texts).reuse().layout
-
-
-def _long_enough(pieces: Iterable[Span]) -> list[Span]:
-    """Pieces of a text, the short ones joined to a neighbour; none if the whole text is too short to learn."""
-    joined = list[Span]()
-    for piece in pieces:
-        if joined and min(joined[-1].length, piece.length) < LEAST_PIECE:
-            joined[-1] = Span(joined[-1].start, piece.stop)
-        else:
-            joined.append(piece)
-    return [piece for piece in joined if piece.length >= LEAST_PIECE]
 
 
 def _tokenizer_of(model: Any) -> Any:
