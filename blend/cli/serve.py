@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from blend.cli import opening, options
+from blend.cli import opening, options, upstream
 from blend.cli.console import note, say, warnings_as_notes
-from blend.cli.options import NAME, PLACE, TEXT, Parsed, number
+from blend.cli.options import FOLDER, NAME, PLACE, TEXT, Parsed, number
+from blend.cli.upstream import upstream_url
 from blend.config import ANSWER_TOKENS
 from blend.errors import ConfigError, StoreUnreachableError
 from blend.serve.limits import BODY_BUDGET
@@ -24,10 +25,13 @@ from blend.text import is_loopback, origin_of
 from blend_retrieval.installation import install_command
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from blend.serve.events import Audit
     from blend.serve.http.keys import ApiKeys
     from blend.serve.http.state import AppState
     from blend.serve.http.tracing import Tracing
+    from blend.serve.limits import RequestLimits
     from blend.serve.service import Service
 
 _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multipart", "pythonjsonlogger", "llguidance")
@@ -55,6 +59,13 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
     metavar="URL",
     help="A site whose pages may ask from a browser, such as https://rag.example.org; may be given more than once.",
 )
+@click.option(
+    "--upstream",
+    type=Parsed("url", upstream_url),
+    metavar="URL",
+    help="Stand in front of the llama-server there, which answers; see docs/llama_server.md.",
+)
+@click.option("--slots", type=FOLDER, help="With --upstream: the folder of llama-server's --slot-save-path.")
 @click.option("--full", is_flag=True, help="Never blend: full prefill for all, for comparison.")
 @options.engine
 @number("audit", "Share of blended answers to compare with full recompute when the server is idle.", 0.0)
@@ -69,13 +80,15 @@ _EXTRA = ("starlette", "uvicorn", "pydantic", "prometheus_client", "python_multi
 @options.all_corpora
 @options.blending
 @options.reproducible
-def command(**values: Any) -> None:
+@click.pass_context
+def command(context: click.Context, /, **values: Any) -> None:
     """Answer many at once over HTTP, in the protocol of OpenAI's clients.
 
     The address is printed when questions are taken. Documents come with the question, out of the store's corpora, or pasted
     into a message. SIGTERM and Ctrl-C end the server when the answers that run are finished.
     """
     _require_extra()
+    upstream.check(values, context.get_parameter_source)
     tenants = _tenants(values["api_key"], values["api_keys"])
     _check_host(values["host"], tenants, insisted=values["no_api_key"])
     opening.check(values)
@@ -107,12 +120,10 @@ def _check_host(host: str, tenants: ApiKeys, *, insisted: bool) -> None:
 
 def serve(values: dict[str, Any], tenants: ApiKeys) -> None:
     """Serve until a signal. Raises errors of listening and loading."""
-    from blend.serve.http.app import make_app
     from blend.serve.http.connections import raise_descriptor_limit
     from blend.serve.http.request_log import log_to_stderr
     from blend.serve.http.server import Server, listen, url_of
     from blend.serve.limits import RequestLimits
-    from blend.serve.metrics import Metrics
 
     limits = RequestLimits(
         body_bytes=_bytes(values["body_limit"], 1e6),
@@ -126,15 +137,31 @@ def serve(values: dict[str, Any], tenants: ApiKeys) -> None:
     raise_descriptor_limit()
     with listen(values["host"], values["port"]) as place:
         log_to_stderr(requests=not values["quiet"])
-        app = make_app(None, tenants, limits, Metrics())
+        app, load = (upstream.served if values["upstream"] else _served)(values, tenants, limits)
         tracing = app.state.shared.tracing = _tracing()
-        loading = _Loading(values, app.state.shared, url_of(place))
+        loading = _Loading(load, app.state.shared, url_of(place))
         server = Server(app, place, grace_s=values["grace"], on_started=loading.start)
         loading.on_failure = server.stop
         server.serve_until_stopped()
         if tracing is not None:
             tracing.close()
     loading.finish()
+
+
+def _served(values: dict[str, Any], tenants: ApiKeys, limits: RequestLimits) -> tuple[Starlette, upstream.Load]:
+    """The application, and what loads its service."""
+    from blend.serve.http.app import make_app
+    from blend.serve.metrics import Metrics
+
+    app = make_app(None, tenants, limits, Metrics())
+    state = app.state.shared
+
+    def load() -> Callable[[], object]:
+        service = state.service = make_service(values, state.metrics.audited)
+        service.warm_up()
+        return service.close
+
+    return app, load
 
 
 def _tracing() -> Tracing | None:
@@ -152,9 +179,9 @@ def _tracing() -> Tracing | None:
 class _Loading(threading.Thread):
     """Loads the model in a thread, so that the server answers health checks and signals meanwhile."""
 
-    def __init__(self, values: dict[str, Any], state: AppState, url: str) -> None:
+    def __init__(self, load: upstream.Load, state: AppState, url: str) -> None:
         super().__init__(name="kvblend-loading", daemon=True)
-        self._values = values
+        self._load = load
         self.state = state
         self._url = url
         self.on_failure: Callable[[], None] = lambda: None
@@ -162,13 +189,11 @@ class _Loading(threading.Thread):
 
     def run(self) -> None:
         try:
-            service = make_service(self._values, self.state.metrics.audited)
-            self.state.service = service
-            service.warm_up()
+            close = self._load()
             gc.collect()
             gc.freeze()  # or collections look at the libraries' 400,000 objects, and all threads stand still for 0.3 s
             if self.state.closing:
-                service.close()
+                close()
             else:
                 say(f"Ready at {self._url}")
                 sys.stdout.flush()

@@ -27,6 +27,7 @@ IMPORTERS = {
     "pydantic": "blend.serve blend.config",
     "prometheus_client": "blend.serve blend.integrations",
     "uvicorn": "blend.serve",
+    "httpx": "blend.integrations",
     "opentelemetry": "blend.serve",
     "ray": "blend.shards",
     "cachetools": "blend.serve blend.prefill",

@@ -33,6 +33,7 @@ OF_ENGINES = {
     "--engine-type",
     "--kv-unified",
     "--slot-save-path",
+    "--swa-full",
 }
 FOREIGN = OF_CLAUDE_CODE | OF_ENGINES | {"--exclude"}  # the last is rsync's
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-zA-Z0-9-]*")

@@ -130,6 +130,11 @@ class CellDecoder(RowDecoder):
         return self._gguf.vocabulary
 
     @property
+    def sizes(self) -> Mapping[str, int]:
+        """See `GGUFModel.sizes`."""
+        return self._gguf.sizes
+
+    @property
     def context_length(self) -> int | None:
         """The longest prompt: what the model was trained for, or what the context holds with a wave of recomputed rows."""
         return min(self._gguf.trained_context, self._context.cells - min(self.wave_rows, self._context.cells // 4))

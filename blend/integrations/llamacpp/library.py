@@ -113,6 +113,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_n_embd": (_INT, (_POINTER,)),
     "llama_model_n_params": (ctypes.c_uint64, (_POINTER,)),
     "llama_model_n_swa": (_INT, (_POINTER,)),
+    "llama_model_size": (ctypes.c_uint64, (_POINTER,)),
     "llama_n_batch": (ctypes.c_uint32, (_POINTER,)),
     "llama_n_ctx": (ctypes.c_uint32, (_POINTER,)),
     "llama_n_seq_max": (ctypes.c_uint32, (_POINTER,)),

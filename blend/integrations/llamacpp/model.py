@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,12 @@ class GGUFModel:
         numbers = int(self.library.call("llama_model_n_params", self.handle))
         embedding = self.vocabulary * int(self.library.call("llama_model_n_embd", self.handle))
         return max(1, numbers - embedding)
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Its sizes as `llama-server` names them: tokens of the vocabulary, numbers and bytes of the weights."""
+        numbers, nbytes = (int(self.library.call(f"llama_model_{name}", self.handle)) for name in ("n_params", "size"))
+        return {"n_vocab": self.vocabulary, "n_params": numbers, "size": nbytes}
 
     @cached_property
     def ends(self) -> list[int]:

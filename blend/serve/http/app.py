@@ -62,15 +62,15 @@ def make_app(service: Service | None, keys: ApiKeys, limits: RequestLimits, metr
             Route("/", _page),
             Route("/page/{name}", _page),
         ],
-        middleware=[*_cors(limits.origins), Middleware(RequestLog, metrics=metrics)],
+        middleware=[*allowing_origins(limits.origins), Middleware(RequestLog, metrics=metrics)],
         exception_handlers={HTTPException: _no_route, Exception: _failed},
     )
     app.state.shared = AppState(service, keys, limits, metrics)
     return app
 
 
-def _cors(origins: tuple[str, ...]) -> list[Middleware]:
-    """Let pages of these origins read answers, refusals too."""
+def allowing_origins(origins: tuple[str, ...]) -> list[Middleware]:
+    """Middleware that lets pages of these origins read answers, refusals too."""
     if not origins:
         return []
     methods = ("GET", "POST", "DELETE")

@@ -123,6 +123,12 @@ def session_of(request: Request, name: str) -> str:
     return f"{digest_of_key(_key_of(request) or '').hex()[:_HOLDER_DIGITS]}.{name}"
 
 
+def holder_of(request: Request) -> str:
+    """A digest of the key that a request carries, whether it is known here or not; "" without one."""
+    key = _key_of(request)
+    return digest_of_key(key).hex() if key else ""
+
+
 def is_forwarded(request: Request) -> bool:
     """Whether a proxy has passed the request on, behind which there may be many end users."""
     return any(name in request.headers for name in _FORWARDING)

@@ -1,0 +1,214 @@
+"""Tries whether slots of a llama-server can be filled with kvblend's files, and give the answers of its own rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from blend.errors import ConfigError
+from blend.integrations.llama_server.slot_files import SlotFiles
+from blend.integrations.llama_server.upstream import Upstream, UpstreamError
+from blend.text import shown
+
+_TEXT = (
+    "The harbour of the old town has seven gates. Each gate is closed at night by a keeper, who rings a bell of forty "
+    "kilograms. In the morning the fishermen wait in front of the third gate, because it is opened first. When the keeper "
+    "of the third gate was ill, the fishermen waited until"
+)
+_LOGPROBS = 10
+_MOST_APART = 0.1  # nats: kernels of other builds differ by less, other quantisations by more
+_LOADING_S = 600.0
+_POLL_S = 0.5
+_UNSUPPORTED, _UNAVAILABLE = 501, 503
+
+
+class ServerIdentity(NamedTuple):
+    """What a llama-server says of itself, and what changes with its process.
+
+    Attributes:
+        slots: how many it has.
+        longest: tokens of a slot.
+        media: stands for pictures and sound in prompts; another one in each process.
+        words: the model's path, and the build.
+        adapters: LoRA adapters with their scales.
+
+    """
+
+    slots: int
+    longest: int
+    media: str
+    words: tuple[str, ...]
+    adapters: str
+
+    @classmethod
+    async def read(cls, upstream: Upstream) -> ServerIdentity:
+        """That of a server. Raises `UpstreamError` and `ConfigError`."""
+        props, adapters = await asyncio.gather(upstream.ask("/props"), _adapters(upstream))
+        try:
+            return cls(
+                int(props["total_slots"]),
+                int(props["default_generation_settings"]["n_ctx"]),
+                str(props.get("media_marker", "")),
+                (str(props.get("model_path")), str(props.get("model_ftype")), str(props.get("build_info"))),
+                str(adapters),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise ConfigError(
+                f"{upstream.url} is no llama-server of one model: it names neither its slots nor their length"
+            ) from None
+
+
+async def _adapters(upstream: Upstream) -> Any:
+    try:
+        return await upstream.ask("/lora-adapters")
+    except UpstreamError as error:
+        if error.status in (404, _UNSUPPORTED):
+            return []
+        raise
+
+
+async def reached(upstream: Upstream) -> ServerIdentity:
+    """The server, once it has loaded its model. Raises `ConfigError`, with the remedy."""
+    until = asyncio.get_running_loop().time() + _LOADING_S
+    while True:
+        try:
+            return await ServerIdentity.read(upstream)
+        except UpstreamError as error:
+            if error.status == 401:
+                raise ConfigError("llama-server asks for an API key: give it with --api-key") from None
+            if error.status != _UNAVAILABLE or asyncio.get_running_loop().time() > until:
+                raise ConfigError(str(error)) from None
+        await asyncio.sleep(_POLL_S)
+
+
+class Trial:
+    """The trial of one server.
+
+    Args:
+        upstream: the server.
+        files: writes slot files, by the same model.
+
+    """
+
+    def __init__(self, upstream: Upstream, files: SlotFiles) -> None:
+        self._upstream = upstream
+        self._files = files
+
+    async def run(self) -> ServerIdentity:
+        """The server that passed. A slot that does little is used, and emptied. Raises `ConfigError`, with the remedy."""
+        identity = await reached(self._upstream)
+        await self._require_model(identity)
+        slot = await self._idle_slot()
+        ids = await self._trial_ids()
+        expected = await self._likeliest(ids, slot, cache_prompt=False)
+        await self._require_folder(slot)
+        await self._restore(ids, slot)
+        behind_restored = await self._likeliest(ids, slot, cache_prompt=True)
+        if behind_restored.pop("computed", 0.0) > 1:
+            raise ConfigError(
+                "llama-server computes the rows of a restored slot again: start it with --swa-full if its model has "
+                "windowed layers"
+            )
+        expected.pop("computed", None)
+        self._require_alike(expected, behind_restored, identity)
+        await self._upstream.erase(slot)
+        return identity
+
+    async def _require_model(self, identity: ServerIdentity) -> None:
+        """Compare sizes of vocabularies and weights."""
+        models = await self._said("/v1/models")
+        try:
+            meta = models["data"][0]["meta"]
+            sizes = {"n_vocab": int(meta["n_vocab"]), "n_params": int(meta["n_params"]), "size": int(meta["size"])}
+        except (LookupError, TypeError, ValueError):
+            return  # the rows are compared below
+        ours = self._files.decoder.sizes
+        if any(ours[name] != size for name, size in sizes.items()):
+            raise self._other_model(identity)
+
+    def _other_model(self, identity: ServerIdentity) -> ConfigError:
+        return ConfigError(
+            f"llama-server computes with other weights ({shown(identity.words[0])}) than {self._files.decoder.name}: name its "
+            "file with --model, and start it without adapters and control vectors"
+        )
+
+    async def _said(self, path: str) -> Any:
+        try:
+            return await self._upstream.ask(path)
+        except UpstreamError as error:
+            if error.status == _UNSUPPORTED and path == "/slots":
+                raise ConfigError("llama-server was started with --no-slots: start it without") from None
+            raise ConfigError(f"llama-server does not answer {path}: {error}") from None
+
+    async def _idle_slot(self) -> int:
+        """The idle slot that holds least."""
+        while True:
+            slots = await self._said("/slots")
+            idle = [slot for slot in slots if not slot["is_processing"]]
+            if idle:
+                return int(min(idle, key=tokens_in)["id"])
+            await asyncio.sleep(_POLL_S)
+
+    async def _trial_ids(self) -> tuple[int, ...]:
+        try:
+            return await self._upstream.tokenize(_TEXT)
+        except UpstreamError as error:
+            raise ConfigError(f"llama-server does not tokenise: {error}") from None
+
+    async def _likeliest(self, ids: tuple[int, ...], slot: int, *, cache_prompt: bool) -> dict[str, float]:
+        """The likeliest next tokens with their logarithms, and how many tokens were computed."""
+        try:
+            reply = await self._upstream.complete(
+                ids, id_slot=slot, cache_prompt=cache_prompt, n_predict=1, n_probs=_LOGPROBS, temperature=0
+            )
+            tops = reply["completion_probabilities"][0]["top_logprobs"]
+            computed = float(reply["timings"]["prompt_n"])
+        except UpstreamError as error:
+            raise ConfigError(f"llama-server does not complete a text: {error}") from None
+        except (LookupError, TypeError) as error:
+            raise ConfigError("llama-server gives no log-probabilities: use a newer one") from error
+        return {**{str(top["id"]): float(top["logprob"]) for top in tops}, "computed": computed}
+
+    async def _require_folder(self, slot: int) -> None:
+        """Have the slot saved: the file must come where ours are."""
+        folder = self._files.folder
+        path = self._files.new_path()
+        try:
+            await self._upstream.save(slot, path.name)
+            if not path.is_file():
+                raise ConfigError(f"llama-server saves slots elsewhere than in {folder}: give both the same folder")
+        except UpstreamError as error:
+            if error.status == _UNSUPPORTED:
+                raise ConfigError(
+                    f"llama-server was started without --slot-save-path: start it with --slot-save-path {folder}"
+                ) from None
+            raise ConfigError(f"llama-server cannot save a slot in its --slot-save-path: {error}") from None
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _restore(self, ids: tuple[int, ...], slot: int) -> None:
+        written = await self._files.write_exactly(ids)
+        try:
+            await self._upstream.restore(slot, written.path.name)
+        except UpstreamError as error:
+            raise ConfigError(
+                f"llama-server cannot read kvblend's slot files ({error}): start it with --kv-unified, -fa on, and -ctk and "
+                "-ctv as cache_type of --engine-options (f16 by default)"
+            ) from None
+        finally:
+            written.remove()
+
+    def _require_alike(
+        self, expected: Mapping[str, float], behind_restored: Mapping[str, float], identity: ServerIdentity
+    ) -> None:
+        """Compare the likeliest tokens behind restored rows with those behind the server's own."""
+        likeliest = sorted(expected, key=lambda token: -expected[token])[: _LOGPROBS // 2]
+        apart = [abs(expected[token] - behind_restored.get(token, float("-inf"))) for token in likeliest]
+        if max(apart) > _MOST_APART:
+            raise self._other_model(identity)
+
+
+def tokens_in(slot: Mapping[str, Any]) -> int:
+    """How many tokens a slot of `/slots` holds."""
+    return int(slot.get("n_prompt_tokens") or 0)
