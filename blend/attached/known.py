@@ -17,6 +17,7 @@ from blend.serve.prompts.trusted import trusted_chunks
 from blend.serve.request import RequestOrigin
 from blend.serve.token_index import LEAST_PIECE
 from blend.stopwatch import Progress, no_progress
+from blend.types import CacheKey
 
 MOST_USERS = 256  # whose texts that came once are remembered
 
@@ -108,18 +109,18 @@ class KnownTexts:
         texts = self._seen.get(user)
         return self.compute(list(texts.recurring(prompts)), user) if texts is not None else 0
 
-    def compute_missing(self, layout: PromptLayout) -> int:
-        """Compute the caches of known text that are missing: of these weights, or because they left. Returns how many.
-
-        Raises `StoreError`.
-        """
+    def missing(self, layout: PromptLayout) -> list[CacheKey]:
+        """The caches of known text that a prompt lacks: of these weights, or because they left. Raises `StoreError`."""
         if self.blender.config.reproducible:
-            return 0
+            return []
         library = self.blender.library(layout.kept_behind)
         in_memory = library.tables()
-        wanted = [key for key in library.wanted(layout) if key.chunk not in in_memory[key.kind]]
-        missing = library.missing_of(wanted)
-        library.compute(missing)
+        return library.missing_of([key for key in library.wanted(layout) if key.chunk not in in_memory[key.kind]])
+
+    def compute_missing(self, layout: PromptLayout, progress: Progress = no_progress) -> int:
+        """Compute the caches that a prompt lacks; returns of how many texts. Raises `StoreError`."""
+        missing = self.missing(layout)
+        self.blender.library(layout.kept_behind).compute(missing, progress)
         return len({variant.chunk for variant in missing})
 
     def note_new(self, layout: PromptLayout, user: str = "") -> list[Tokens]:

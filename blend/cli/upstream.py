@@ -30,7 +30,17 @@ Load = Callable[[], Callable[[], object]]
 _ENGINE = "llamacpp"
 _OF_ANSWERS = (
     *("full", "audit", "max_new_tokens", "most_running", "most_waiting", "kv_budget", "prefix_budget", "gpu_budget"),
-    *("api_keys", "top_k", "reranker", "min_score", "embedder", "chat_instructions", "quality", "flips"),
+    *(
+        "api_keys",
+        "top_k",
+        "reranker",
+        "min_score",
+        "embedder",
+        "chat_instructions",
+        "quality",
+        "flips",
+        "reproducible",
+    ),
     *("device", "dtype", "weights", "device_path"),
 )
 """Options of the server that answers by itself."""

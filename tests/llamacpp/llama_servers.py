@@ -15,14 +15,15 @@ from typing import Any
 import httpx
 
 _CODE = """
-import json, sys, xllamacpp
+import enum, json, sys, xllamacpp
 parameters = xllamacpp.CommonParams()
 options = json.loads(sys.argv[1])
 parameters.model.path = options.pop("model")
 parameters.cpuparams.n_threads = 1
 parameters.warmup = False
 for name, value in options.items():
-    setattr(parameters, name, value)
+    kind = type(getattr(parameters, name))
+    setattr(parameters, name, kind(value) if issubclass(kind, enum.Enum) else value)
 server = xllamacpp.Server(parameters)
 print(server.listening_address, flush=True)
 sys.stdin.read()

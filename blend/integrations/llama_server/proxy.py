@@ -23,7 +23,8 @@ from blend.serve.http.to_requests import digest_of_user
 LEAST_KEPT = 256  # tokens of a slot that are worth a pass over one token, which makes llama-server keep them elsewhere
 _TAKEN_S = 0.25  # in which llama-server has read a request and given it a slot
 _POLL_S = 0.05
-_REST_S = 5.0  # of silence before the KV correction is fitted
+_PAUSE_S = 1.0  # of silence before text is learned: an agent's next request comes sooner
+_REST_S = 5.0  # of more silence before the KV correction is fitted
 _RETRY_S = 60.0  # between two trials of a server that was refused
 _CACHED = re.compile(rb'"(?:cache_n|cached_tokens|cache_read_input_tokens)"\s*:\s*(\d+)')
 
@@ -105,7 +106,9 @@ class Proxy:
         self._under_way = 0
         self._ended = 0  # requests, to tell one silence from another
         self._chores = set[asyncio.Task[None]]()
-        self._trial_after = 0.0  # when a server that was refused may be tried again
+        self._is_trying = False
+        self._refused: ServerIdentity | None = None
+        self._refused_until = 0.0
 
     def begin(self, files: SlotFiles, identity: ServerIdentity) -> None:
         """Blend from now on, by these files, for the server that was tried."""
@@ -166,6 +169,7 @@ class Proxy:
         def is_silent() -> bool:
             return self._under_way == 0 and self._ended == ended
 
+        await asyncio.sleep(_PAUSE_S)
         await files.learn(is_silent)
         await asyncio.sleep(_REST_S)
         await files.fit(is_silent)
@@ -206,31 +210,34 @@ class Proxy:
         return passed, None if passed.reason or isinstance(written, str) else written
 
     async def _reason_against(self, prompt: ReadPrompt) -> str:
-        """Why the server's slots are left alone, or "". Raises `UpstreamError`."""
-        identity = self._identity
-        if identity is None or await ServerIdentity.read(self._upstream) != identity:
-            self._try_again()
+        """Why the server's slots are left alone, or "". Raises `UpstreamError` and `ConfigError`."""
+        identity = await ServerIdentity.read(self._upstream)
+        if identity != self._identity:
+            self._try_again(identity)
             return "llama-server has changed, and is tried again"
         return "the prompt fills llama-server's slot" if len(prompt.ids) >= identity.longest else ""
 
-    def _try_again(self) -> None:
-        """Try the server again in the background: it was started anew, or has other adapters."""
+    def _try_again(self, identity: ServerIdentity) -> None:
+        """Try a server in the background: it was started anew, or has other adapters."""
         self._identity = None
-        if time.monotonic() > self._trial_after:
-            self._trial_after = time.monotonic() + _RETRY_S
-            self._begin_chore(self._retry())
+        is_refused = identity == self._refused and time.monotonic() < self._refused_until
+        if not (self._is_trying or is_refused):
+            self._is_trying = True
+            self._begin_chore(self._retry(identity))
 
-    async def _retry(self) -> None:
+    async def _retry(self, identity: ServerIdentity) -> None:
         files = self._files
         assert files is not None
         try:
             async with self._slots_are_filled:
-                identity = await Trial(self._upstream, files).run()
+                self.begin(files, await Trial(self._upstream, files).run())
+            LOG.info("upstream_changed", extra={"model": identity.words[0]})
         except (BlendError, OSError) as error:
+            self._refused = identity
+            self._refused_until = time.monotonic() + _RETRY_S
             LOG.error("upstream_refused", extra={"why": str(error)})
-            return
-        self.begin(files, identity)
-        LOG.info("upstream_changed", extra={"model": identity.words[0]})
+        finally:
+            self._is_trying = False
 
     # Sending
 

@@ -6,28 +6,30 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
-from uuid import uuid4
 
 import torch
 
 from blend.attached.known import KnownTexts
-from blend.errors import BlendError
+from blend.files import sweep, temporary_path
 from blend.integrations.llamacpp.cache import CellCache
 from blend.integrations.llamacpp.decoder import CellDecoder
 from blend.integrations.llamacpp.slots import write_slot
 from blend.layout import PromptLayout, Tokens
 from blend.serve.engine.savings import LEAST_GAIN, reason_against
 from blend.serve.events import NOTHING
-from blend.serve.failures import LOG
+from blend.serve.failures import log_error
+from blend.stopwatch import Progress
+from blend.types import CacheKey
 
-MOST_PENDING = 1024  # pieces of text that wait to be learned
+MOST_CHORES = 1024  # that wait for silence
 HELD = "llama-server holds most of it"
-_NAME = "kvblend-{}.bin"
+
+Chore = Callable[[Progress], object]
+"""Work for times of silence. It reports its progress, which may raise."""
 
 _Result = TypeVar("_Result")
 
@@ -56,7 +58,7 @@ class SlotFile(NamedTuple):
 
 
 class _BusyAgainError(Exception):
-    """A prompt came while the KV correction was fitted."""
+    """A prompt came during a chore."""
 
 
 class SlotFiles:
@@ -75,7 +77,8 @@ class SlotFiles:
         self.folder = folder
         self._texts = texts
         self._thread = ThreadPoolExecutor(1, "kvblend-blending")
-        self._pending = deque[tuple[str, Tokens]](maxlen=MOST_PENDING)
+        self._chores = deque[Chore](maxlen=MOST_CHORES)
+        self._missing = set[CacheKey]()
         self._is_fitted = not texts.learns
         self._is_fitting = False
 
@@ -89,12 +92,11 @@ class SlotFiles:
 
     def new_path(self) -> Path:
         """Where a file may be written."""
-        return self.folder / _NAME.format(uuid4().hex)
+        return temporary_path(self.folder)
 
     def sweep(self) -> None:
-        """Remove what an earlier process left behind."""
-        for path in self.folder.glob(_NAME.format("*")):
-            path.unlink(missing_ok=True)
+        """Remove what processes left behind that were killed."""
+        sweep(self.folder)
 
     # Prompts
 
@@ -134,12 +136,13 @@ class SlotFiles:
         if len(ids) > longest:
             return f"the prompt has more than {longest} tokens; see tokens of --engine-options"
         texts = self._texts
-        texts.compute_recurring([ids], user)
+        texts.compute_recurring([ids], user)  # what was not learned yet because there was no silence
         layout = texts.layout(ids, user)
         if layout.token_ids != ids:
             return NOTHING
-        self._pending.extend((user, piece) for piece in texts.note_new(layout, user))
-        texts.compute_missing(layout)
+        for piece in texts.note_new(layout, user):
+            self._chores.append(partial(texts.compute, [piece], user))
+        self._see_to(layout)
         reason = self._reason_against(layout, reusable)
         if reason:
             return reason
@@ -147,6 +150,16 @@ class SlotFiles:
         reused = layout.rows - blend.rows_recomputed
         assert isinstance(blend.cache, CellCache)
         return self._written(blend.cache, ids, reused, begin)
+
+    def _see_to(self, layout: PromptLayout) -> None:
+        """Have the caches computed that a prompt lacks: later; now if a prompt has lacked them before."""
+        missing = set(self._texts.missing(layout))
+        if missing & self._missing:
+            self._texts.compute_missing(layout)
+            self._missing -= missing
+        elif missing:
+            self._missing |= missing
+            self._chores.append(partial(self._texts.compute_missing, layout))
 
     def _reason_against(self, layout: PromptLayout, reusable: int) -> str:
         """Why llama-server computes what it does not hold of a prompt, or ""."""
@@ -173,9 +186,11 @@ class SlotFiles:
     # Learning
 
     async def learn(self, is_idle: Callable[[], bool]) -> None:
-        """Compute the caches of new text that prompts brought, piece by piece, as long as nothing else is to be done."""
-        while self._pending and is_idle():
-            await self._run(partial(self._learn, *self._pending.popleft()), _forget)
+        """Compute the caches that prompts lacked, one after another, as long as nothing else is to be done."""
+        while self._chores and is_idle():
+            chore = self._chores.popleft()
+            if not await self._run(partial(self._do, chore, is_idle), _ignore):
+                self._chores.appendleft(chore)
 
     async def fit(self, is_idle: Callable[[], bool]) -> None:
         """Fit the KV correction that learned text needs, once. Prompts are forwarded as they are meanwhile."""
@@ -183,32 +198,25 @@ class SlotFiles:
             return
         self._is_fitting = True
         try:
-            await self._run(partial(self._fit, is_idle), _forget)
+            self._is_fitted = await self._run(partial(self._do, self._texts.fit, is_idle), _ignore)
         finally:
             self._is_fitting = False
 
     @torch.inference_mode()
-    def _learn(self, user: str, piece: Tokens) -> None:
-        try:
-            self._texts.compute([piece], user)
-        except BlendError as error:
-            LOG.warning("learning_failed", extra={"why": type(error).__name__})
+    def _do(self, chore: Chore, is_idle: Callable[[], bool]) -> bool:
+        """Do a chore; False if it was ended by a prompt, and goes on another time."""
 
-    @torch.inference_mode()
-    def _fit(self, is_idle: Callable[[], bool]) -> None:
         def progress(*_: object) -> None:
             if not is_idle():
                 raise _BusyAgainError
 
-        with suppress(_BusyAgainError):
-            self._is_fitted = True  # an error is not repeated
-            try:
-                self._texts.fit(progress)
-            except _BusyAgainError:
-                self._is_fitted = False
-                raise
-            except BlendError as error:
-                LOG.warning("fit_failed", extra={"why": type(error).__name__})
+        try:
+            chore(progress)
+        except _BusyAgainError:
+            return False
+        except Exception as error:  # it is not repeated
+            log_error(error, "idle")
+        return True
 
 
 def _discard(future: Future[Any]) -> None:
@@ -217,5 +225,5 @@ def _discard(future: Future[Any]) -> None:
         written.remove()
 
 
-def _forget(_: Future[None]) -> None:
+def _ignore(_: Future[bool]) -> None:
     pass

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from blend.errors import ConfigError
 from blend.integrations.llama_server.slot_files import SlotFiles
 from blend.integrations.llama_server.upstream import Upstream, UpstreamError
-from blend.text import shown
 
 _TEXT = (
     "The harbour of the old town has seven gates. Each gate is closed at night by a keeper, who rings a bell of forty "
     "kilograms. In the morning the fishermen wait in front of the third gate, because it is opened first. When the keeper "
     "of the third gate was ill, the fishermen waited until"
 )
+_GRAMMAR = "root ::= [ -~]+"  # a token that is no text, or a part of a character, would come without log-probabilities
 _LOGPROBS = 10
 _MOST_APART = 0.1  # nats: kernels of other builds differ by less, other quantisations by more
 _LOADING_S = 600.0
@@ -102,7 +102,6 @@ class Trial:
         slot = await self._idle_slot()
         ids = await self._trial_ids()
         expected = await self._likeliest(ids, slot, cache_prompt=False)
-        await self._require_folder(slot)
         await self._restore(ids, slot)
         behind_restored = await self._likeliest(ids, slot, cache_prompt=True)
         if behind_restored.pop("computed", 0.0) > 1:
@@ -129,7 +128,7 @@ class Trial:
 
     def _other_model(self, identity: ServerIdentity) -> ConfigError:
         return ConfigError(
-            f"llama-server computes with other weights ({shown(identity.words[0])}) than {self._files.decoder.name}: name its "
+            f"llama-server computes with other weights ({identity.words[0]}) than {self._files.decoder.name}: name its "
             "file with --model, and start it without adapters and control vectors"
         )
 
@@ -160,7 +159,13 @@ class Trial:
         """The likeliest next tokens with their logarithms, and how many tokens were computed."""
         try:
             reply = await self._upstream.complete(
-                ids, id_slot=slot, cache_prompt=cache_prompt, n_predict=1, n_probs=_LOGPROBS, temperature=0
+                ids,
+                id_slot=slot,
+                cache_prompt=cache_prompt,
+                n_predict=1,
+                n_probs=_LOGPROBS,
+                temperature=0,
+                grammar=_GRAMMAR,
             )
             tops = reply["completion_probabilities"][0]["top_logprobs"]
             computed = float(reply["timings"]["prompt_n"])
@@ -170,34 +175,39 @@ class Trial:
             raise ConfigError("llama-server gives no log-probabilities: use a newer one") from error
         return {**{str(top["id"]): float(top["logprob"]) for top in tops}, "computed": computed}
 
-    async def _require_folder(self, slot: int) -> None:
-        """Have the slot saved: the file must come where ours are."""
-        folder = self._files.folder
-        path = self._files.new_path()
-        try:
-            await self._upstream.save(slot, path.name)
-            if not path.is_file():
-                raise ConfigError(f"llama-server saves slots elsewhere than in {folder}: give both the same folder")
-        except UpstreamError as error:
-            if error.status == _UNSUPPORTED:
-                raise ConfigError(
-                    f"llama-server was started without --slot-save-path: start it with --slot-save-path {folder}"
-                ) from None
-            raise ConfigError(f"llama-server cannot save a slot in its --slot-save-path: {error}") from None
-        finally:
-            path.unlink(missing_ok=True)
-
     async def _restore(self, ids: tuple[int, ...], slot: int) -> None:
+        """Fill the slot with kvblend's rows."""
         written = await self._files.write_exactly(ids)
         try:
             await self._upstream.restore(slot, written.path.name)
         except UpstreamError as error:
-            raise ConfigError(
-                f"llama-server cannot read kvblend's slot files ({error}): start it with --kv-unified, -fa on, and -ctk and "
-                "-ctv as cache_type of --engine-options (f16 by default)"
-            ) from None
+            raise await self._reason_against_files(slot, error) from None
         finally:
             written.remove()
+
+    async def _reason_against_files(self, slot: int, refusal: UpstreamError) -> ConfigError:
+        """Why a slot file was not restored: llama-server gives one reason for all."""
+        folder = self._files.folder
+        if refusal.status == _UNSUPPORTED:
+            return ConfigError(
+                f"llama-server was started without --slot-save-path: start it with --slot-save-path {folder}"
+            )
+        path = self._files.new_path()
+        try:
+            await self._upstream.save(slot, path.name)
+            if not path.is_file():
+                return ConfigError(
+                    f"llama-server keeps its slots elsewhere than in {folder}: give both the same folder; {path.name} is "
+                    "the file that it wrote there"
+                )
+        except UpstreamError:
+            pass  # it may read there all the same
+        finally:
+            path.unlink(missing_ok=True)
+        return ConfigError(
+            f"llama-server cannot read kvblend's slot files ({refusal}): start it with --kv-unified, -fa on, and -ctk and "
+            "-ctv as cache_type of --engine-options (f16 by default)"
+        )
 
     def _require_alike(
         self, expected: Mapping[str, float], behind_restored: Mapping[str, float], identity: ServerIdentity

@@ -13,6 +13,7 @@ from blend.errors import BlendError
 Headers = Sequence[tuple[bytes, bytes]]
 
 _CONNECT_S = 10.0
+_KEPT_ALIVE_S = 2.0  # llama-server closes idle connections after 5 s
 _OF_ONE_CONNECTION = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer transfer-encoding upgrade".split()
 )
@@ -43,7 +44,7 @@ class Upstream:
         self.url = url
         self._base = httpx.URL(url)
         self._own_headers = {"authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32, keepalive_expiry=_KEPT_ALIVE_S)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
         for name in list(self._client.headers):  # a client's request goes on as it came

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from blend.errors import ConfigError
-from blend.files import write_atomically
+from blend.files import temporary_path
 from blend.integrations.llamacpp.cache import CellCache
 
 
@@ -36,14 +35,15 @@ def write_slot(cache: CellCache, token_ids: Sequence[int], file: str | Path) -> 
             f"the prompt has {cache.get_seq_length()} rows; give the token ids of some of the first of them"
         )
     target = Path(file)
+    part = temporary_path(target.parent)
     try:
-        with TemporaryDirectory(dir=target.parent, prefix=".kvblend-") as folder:
-            part = Path(folder) / "slot"
-            written = cache.save(token_ids, part)
-            if written:
-                write_atomically(target, [part.read_bytes()], mode=None, durable=False)
+        written = cache.save(token_ids, part)
+        if written:
+            part.replace(target)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error}") from None
+    finally:
+        part.unlink(missing_ok=True)
     if not written:
         raise ConfigError(f"llama.cpp cannot write {target}; choose a folder that has room")
     return written
