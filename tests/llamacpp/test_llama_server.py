@@ -152,6 +152,33 @@ def keys_of(reply: httpx.Response) -> list[str]:
     return sorted(reply.json())
 
 
+def test_anthropics_protocol_is_blended_too(front: Front) -> None:
+    """With a tool's result, and the line that Claude Code puts in front: the prompt's tokens are llama-server's to the last."""
+    header = "x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch=a5145;You are an agent."
+    call = {"type": "tool_use", "id": "call_1", "name": "read", "input": {"path": "glacier.md", "rows": [1, 20]}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": TEXTS[7]}]}
+    body = {
+        "system": [{"type": "text", "text": header}],
+        "messages": [
+            {"role": "user", "content": f"{TEXTS[3]}\n\nRead the file."},
+            {"role": "assistant", "content": [{"type": "text", "text": "I read."}, call]},
+            {"role": "user", "content": [result, {"type": "text", "text": QUESTION}]},
+        ],
+        "tools": [{"name": "read", "description": "Reads.", "input_schema": {"type": "object", "properties": {}}}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    reply = front.proxy.post("/v1/messages", json=body)
+    assert reused(reply) > 200, reply.headers
+    usage = reply.json()["usage"]
+    assert usage["cache_read_input_tokens"] == int(reply.headers["x-kvblend-rows"].rpartition(" ")[2]) - 1
+    picture = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/picture.png"}}
+    body["messages"] = [{"role": "user", "content": [{"type": "text", "text": TEXTS[3]}, picture]}]
+    refused = front.proxy.post("/v1/messages", json=body)
+    assert refused.status_code == front.server.post("/v1/messages", json=body).status_code
+    assert refused.headers["x-kvblend-rows"] == "0"
+
+
 def test_unknown_text_is_left_to_the_server(front: Front) -> None:
     """The same answer, and a reason."""
     body = chat(UNKNOWN)

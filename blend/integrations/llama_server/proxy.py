@@ -18,6 +18,7 @@ from blend.integrations.llama_server.slot_files import SlotFile, SlotFiles
 from blend.integrations.llama_server.trial import ServerIdentity, Trial, tokens_in
 from blend.integrations.llama_server.upstream import Headers, Upstream, UpstreamError, as_json
 from blend.serve.failures import LOG, log_error
+from blend.serve.http.messages import user_without_session
 from blend.serve.http.to_requests import digest_of_user
 
 LEAST_KEPT = 256  # tokens of a slot that are worth a pass over one token, which makes llama-server keep them elsewhere
@@ -298,6 +299,6 @@ class Proxy:
 def _user_of(request: ClientRequest, body: Mapping[str, object]) -> str:
     """Whose learned text a prompt may use: of this key, and of the end user that the request names."""
     metadata = body.get("metadata")
-    named = metadata.get("user_id") if isinstance(metadata, dict) else None
-    end_user = body.get("safety_identifier") or body.get("user") or named or ""
+    agent = user_without_session(str(metadata.get("user_id") or "")) if isinstance(metadata, dict) else ""
+    end_user = body.get("safety_identifier") or body.get("user") or agent
     return digest_of_user(f"{request.client}\n{end_user}") if request.client or end_user else ""

@@ -114,6 +114,11 @@ class Upstream:
         reply = await self.ask("/apply-template", body, headers)
         return str(reply["prompt"])
 
+    async def count_messages(self, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> int:
+        """How many tokens the prompt of a request to `/v1/messages` has. Raises `UpstreamError`."""
+        reply = await self.ask("/v1/messages/count_tokens", body, headers)
+        return int(reply["input_tokens"])
+
     async def slots(self) -> list[dict[str, Any]]:
         """What each slot does. Raises `UpstreamError`."""
         reply: list[dict[str, Any]] = await self.ask("/slots")

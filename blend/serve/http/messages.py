@@ -162,6 +162,12 @@ class ThinkingBody(Body):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"] = "disabled"
 
 
+def user_without_session(name: str) -> str:
+    """An agent's `user_id` without its session, so that its sessions share what the server learns."""
+    without_session = _SESSION.sub("", name)
+    return without_session if _NAMES_SOMEBODY.search(without_session) else name
+
+
 class MetadataBody(CarriedBody):
     """The application's end user."""
 
@@ -218,10 +224,8 @@ class CountBody(ConversationBody):
 
     @property
     def end_user(self) -> str:
-        """The end user without a session, so that the sessions of an agent share what the server learns."""
-        name = self.metadata.user_id
-        without_session = _SESSION.sub("", name)
-        return super().end_user or (without_session if _NAMES_SOMEBODY.search(without_session) else name)
+        """The application's end user, or the one that an agent names."""
+        return super().end_user or user_without_session(self.metadata.user_id)
 
     @property
     def marks(self) -> tuple[Mark, ...]:
