@@ -12,7 +12,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -91,6 +91,15 @@ def write_atomically(
     with _part(tmp or path.parent) as part:
         _write(part, blobs, mode, durable=durable)
         part.replace(path)
+
+
+def written_by(path: Path, write: Callable[[Path], int]) -> int:
+    """Have a file written in another place, and move it to `path`; its bytes, 0 if `write` gave up. Raises OSError."""
+    with _part(path.parent) as part:
+        nbytes = write(part)
+        if nbytes:
+            part.replace(path)
+        return nbytes
 
 
 def write_once(path: Path, content: bytes, mode: int) -> None:

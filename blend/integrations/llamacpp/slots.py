@@ -8,10 +8,11 @@ prompt begins with the file's tokens computes only the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from blend.errors import ConfigError
-from blend.files import temporary_path
+from blend.files import written_by
 from blend.integrations.llamacpp.cache import CellCache
 
 
@@ -35,15 +36,10 @@ def write_slot(cache: CellCache, token_ids: Sequence[int], file: str | Path) -> 
             f"the prompt has {cache.get_seq_length()} rows; give the token ids of some of the first of them"
         )
     target = Path(file)
-    part = temporary_path(target.parent)
     try:
-        written = cache.save(token_ids, part)
-        if written:
-            part.replace(target)
+        written = written_by(target, partial(cache.save, token_ids))
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error}") from None
-    finally:
-        part.unlink(missing_ok=True)
     if not written:
         raise ConfigError(f"llama.cpp cannot write {target}; choose a folder that has room")
     return written
