@@ -198,6 +198,36 @@ def test_text_that_is_pasted_again_with_another_question_is_no_edited_history(se
     assert (figures.edits, figures.rows_moved) == ("", 0)
 
 
+def agents_turn(service: Service, task: str, read: str = "", more: tuple[Message, ...] = ()) -> Answer:
+    """The first turn of a subagent, or one behind a file that it has read."""
+    said = [Message("system", CLOCK.format("nine")), Message("user", task)]
+    if read:
+        said += [Message("assistant", "I read the book of the lock."), Message("user", read)]
+    answer = put(service, Request((*said, *more), sampling=FEW, user="ann"))
+    settled(service)
+    return answer
+
+
+def test_what_subagents_read_behind_their_tasks_is_no_edited_history(service: Service) -> None:
+    names = ("Ann", "Bob", "Cid", "Dot", "Eve", "Fay")
+    tasks = [f"{name}: say which boat came last on day {day}." for day, name in enumerate(names)]
+    for task in tasks:
+        agents_turn(service, task)
+    figures = [agents_turn(service, task, HISTORY).figures for task in tasks]
+    assert {of_one.edits for of_one in figures} == {""}
+    assert {of_one.method for of_one in figures[2:]} == {"blend"}
+
+
+def test_a_result_that_changes_in_a_subagents_own_history_is_an_edit(service: Service) -> None:
+    more = Message("assistant", "So it is."), Message("user", QUESTION)
+    for task in ("Ann: count the boats.", "Bob: count the days."):
+        agents_turn(service, task)
+        agents_turn(service, task, HISTORY, more)
+    changed = HISTORY.replace("Boat 14 ", "Boat 15 ")
+    figures = agents_turn(service, "Ann: count the boats.", changed, more).figures
+    assert (figures.edits, figures.reason) == ("exact", "edited")
+
+
 @pytest.mark.parametrize("how", ["verified", "audited"])
 def test_what_was_served_from_moved_rows_is_what_an_audit_compares(
     tmp_path: Path, model: Path, how: str, monkeypatch: pytest.MonkeyPatch

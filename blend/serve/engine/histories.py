@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cachetools import LRUCache
 
+from blend.layout import common_length
 from blend.serve.engine.edits import Edit, EditEvidence, Spelling, edit_of
 from blend.serve.engine.prefixes import Conversation
 from blend.serve.request import ANYONE, RequestOrigin
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from blend.serve.prompt import Prompt
 
 _MOST_TOKENS = 1 << 20  # of the prompts that are known
-_LATEST = 4  # prompts of an author
+_LATEST = 16  # prompts of an author that are known
+_COMPARED = 4  # of these, with a prompt that may edit one
 _MOST_DOUBTED = 1024  # authors
 
 
@@ -103,11 +105,19 @@ class Histories:
     def edit(self, prompt: Prompt, layout: PromptLayout) -> FoundEdit | None:
         """How the prompt edits the latest one that holds enough of it; None if it goes on behind one, or edits none.
 
+        A prompt that goes on behind an earlier one edits none that is another conversation from there: subagents differ in
+        their task, and each goes on with files that others have read, too.
+
         layout: the prompt behind the rows that are reused.
         """
+        if not layout.places:
+            return None
         ids = layout.token_ids
-        for earlier in self.of(prompt.request.tenant, prompt.author):
-            if not layout.places or _goes_on(ids, earlier):
+        latest = self.of(prompt.request.tenant, prompt.author)
+        own = max((len(earlier.conversation.prompt) for earlier in latest if _goes_on(ids, earlier)), default=0)
+        related = [earlier for earlier in latest if common_length(ids, earlier.conversation.ids) >= own]
+        for earlier in related[:_COMPARED]:
+            if _goes_on(ids, earlier):
                 return None
             edit = edit_of(layout, earlier.conversation.ids)
             if edit is not None:
