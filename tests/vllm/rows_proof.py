@@ -20,7 +20,7 @@ from blend.chunks.surrogate import with_surrogate
 from blend.config import BlendConfig
 from blend.eval.estimates import FixedRatio
 from blend.integrations.vllm.contract import LayoutTicket
-from blend.integrations.vllm.loads import RowBlender, sharing
+from blend.integrations.vllm.loads import BlendedLoad, RowBlender, sharing
 from blend.integrations.vllm.scheduler import Load
 from blend.layout import PromptLayout
 from blend.model.decoder import Decoder
@@ -94,12 +94,14 @@ class Proof(Caches):
 def blended(rows: RowBlender, layout: PromptLayout, **more: Any) -> Blend:
     """All passes of a prompt at once, into blocks that the engine does not use. more: of its ticket."""
     blocks = tuple(range(100, 100 - layout.rows // 128 - 2, -1))
-    passes = rows.blending(Load("", LayoutTicket(layout, **more), blocks, 0))
+    load = Load("", LayoutTicket(layout, **more), blocks, 0)
+    passes = rows.blending(load, rows.shared.begin(load))
     while True:
         try:
             next(passes)
         except StopIteration as end:
-            return end.value
+            loaded: BlendedLoad = end.value
+            return loaded.blend
 
 
 def drain(rows: RowBlender) -> None:
