@@ -129,21 +129,20 @@ class Flight:
         common = self.lengths.keys() & owner.lengths.keys()
         return owner.is_owner and bool(common) and not owner.is_overdue(common)
 
-    def is_overdue(self, names: Collection[bytes]) -> bool:
-        """Whether the store has stalled this owner for as long as computing these of its texts takes."""
+    def is_overdue(self, names: Collection[bytes], times: int = 1) -> bool:
+        """Whether the store has stalled this owner for as long as computing these of its texts takes, or so many times."""
         begun = self._stalled_at
         stalled_s = self._stalled_s + (time.monotonic() - begun if begun is not None else 0.0)
         patience_s = self._estimate(sum(self.lengths[name] for name in names))
-        return stalled_s >= (UNKNOWN_S if patience_s is None else patience_s)
+        return stalled_s >= times * (UNKNOWN_S if patience_s is None else patience_s)
 
     @property
     def has_stalled_owner(self) -> bool:
-        """Whether the store stalls a request that computes text of this one: it is then no place to put a cache."""
-        owners = [
-            companion
-            for companion in list(self._companions)
-            if companion is not self and companion.is_owner and not companion.ended
-        ]
+        """Whether the store stalls a request that computes text of this one: it is then no place to put a cache.
+
+        Also one that has ended: its client has left, or it goes on without the text. What it was putting is still on its way.
+        """
+        owners = [companion for companion in list(self._companions) if companion is not self and companion.is_owner]
         common = [(owner, self.lengths.keys() & owner.lengths.keys()) for owner in owners]
         return any(names and owner.is_overdue(names) for owner, names in common)
 

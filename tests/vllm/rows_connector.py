@@ -44,8 +44,8 @@ is_patient.set()
 is_overdue = Flight.is_overdue
 
 
-def is_overdue_at_last(flight: Flight, names: Collection[bytes]) -> bool:
-    return not is_patient.is_set() and is_overdue(flight, names)
+def is_overdue_at_last(flight: Flight, names: Collection[bytes], times: int = 1) -> bool:
+    return not is_patient.is_set() and is_overdue(flight, names, times)
 
 
 Flight.is_overdue = is_overdue_at_last  # type: ignore[method-assign]

@@ -33,6 +33,11 @@ from blend.serve.request import RequestOrigin
 from blend.serve.token_index import digest_of
 
 LOADING = 4  # threads, of which a store that hangs takes one for each text that it holds up
+OWNERS_PATIENCE = 4
+"""For how many times computing its shared text takes, an owner waits for the store. The others wait for one.
+
+It has computed the text, and what the others run meanwhile slows its store down.
+"""
 
 
 class LoadText(NamedTuple):
@@ -93,19 +98,26 @@ class SharedLoads:
     ) -> Passes[LoadText]:
         """The load's prompt, once the text that others bring, too, is stored. Computes what is missing of it, pass by pass.
 
-        The ticket may be older than what another prompt had learned: such text is learned text now.
+        The ticket may be older than what another prompt had learned: such text is learned text now. If the store stalls the
+        load for too long, the prompt goes on with what is stored.
         """
         layout = load.ticket.layout
         if self._learned is None:
             return LoadText(layout)
         workers = self._decoder.model.workers
         is_first = self._decoder.is_first
-        text: LoadText | None = workers.from_first(self._as_learned(load, layout) if is_first else None)
-        assert text is not None
-        if not flight.joined:
+        # The first one alone divides texts, and finds what their parts have in common.
+        beginning: tuple[LoadText, bool] | None = None
+        if is_first:
+            beginning = (self._as_learned(load, layout), bool(flight.joined))
+        beginning = workers.from_first(beginning)
+        assert beginning is not None
+        text, joined = beginning
+        if not joined:
             return text
         layout = text.layout
-        stepper = Stepper(self._steps(load, layout, flight, blender, config), self._io) if is_first else None
+        shared = self._shared_text(load, layout, flight, blender, config) if is_first else None
+        stepper = Stepper(self._steps(load, layout, shared), self._io) if shared is not None else None
         try:
             while True:
                 self.news.clear()
@@ -114,23 +126,32 @@ class SharedLoads:
                     self._run(request, stepper)
                     yield Pause.PASS
                     continue
-                has_ended = stepper is not None and stepper.ended and not stepper.busy
-                text = workers.from_first(stepper.result if stepper is not None and has_ended else None)
-                if text is not None:
-                    return text
+                result: LoadText | None = None
+                if stepper is not None and stepper.ended and not stepper.busy:
+                    result = stepper.result
+                elif stepper is not None and shared is not None and flight.is_overdue(flight.shared, OWNERS_PATIENCE):
+                    self._outage.failed(
+                        "kvblend: the store takes text that prompts share too slowly; they go on without it"
+                    )
+                    result = self._as_learned(load, layout)._replace(rows_ahead=shared.rows_computed)
+                result = workers.from_first(result)
+                if result is not None:
+                    return result
                 yield Pause.STORE
         finally:
             if stepper is not None:
                 stepper.give_up()
 
-    def _steps(
+    def _shared_text(
         self, load: Load, layout: PromptLayout, flight: Flight, blender: Blender[PagedDecoder], config: BlendConfig
-    ) -> Steps[LoadText]:
-        """Compute and store the shared text. If the store fails, or a pass, the prompt computes its text itself."""
+    ) -> SharedText:
         assert self._learned is not None
         learn = partial(self._learned.admitted, origin=RequestOrigin(load.ticket.user))
         prompt = replace(Prompt.of(layout), flight=flight, learn=learn)
-        shared = SharedText(prompt, blender, config, LEAST_GAIN)
+        return SharedText(prompt, blender, config, LEAST_GAIN)
+
+    def _steps(self, load: Load, layout: PromptLayout, shared: SharedText) -> Steps[LoadText]:
+        """Compute and store the shared text. If the store fails, or a pass, the prompt computes its text itself."""
         most_rows = self._decoder.most_rows
         try:
             layout = yield from shared.steps(layout, load.start, lambda: most_rows)
