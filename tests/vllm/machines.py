@@ -49,9 +49,9 @@ def whole(text: str) -> str:
 
 
 class Server:
-    """vLLM's server over a model and a store."""
+    """vLLM's server over a model and a store. options: more of the connector."""
 
-    def __init__(self, store: Path, model: Path, log: Path) -> None:
+    def __init__(self, store: Path, model: Path, log: Path, **options: Any) -> None:
         self.store = store
         self.model = model
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -60,7 +60,7 @@ class Server:
             "kv_connector_module_path": "blend.integrations.vllm.connector",
             "kv_role": "kv_consumer",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": str(store), "ratio": RATIO},
+            "kv_connector_extra_config": {"store": str(store), "ratio": RATIO, **options},
         }
         command = (
             f"-m vllm.entrypoints.openai.api_server --model {model} --served-model-name tiny --host 127.0.0.1 "
@@ -82,24 +82,36 @@ class Server:
 
     def ask(self, question: str, **more: Any) -> tuple[str, dict[str, Any]]:
         """A greedy answer of vLLM's server, and what it says of the blend. more: fields of the request."""
+        reply = self.reply(question, **more)
+        return whole(reply["choices"][0]["message"]["content"]), reply["kvblend"]
+
+    def reply(self, question: str, **more: Any) -> dict[str, Any]:
+        """The whole reply to such a request."""
         greedy = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
         body = {**greedy, "messages": [{"role": "user", "content": question}], **more}
         response = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=300)
         assert response.status_code == 200, response.text
-        document = response.json()
-        return whole(document["choices"][0]["message"]["content"]), document["kvblend"]
+        reply: dict[str, Any] = response.json()
+        return reply
 
     def counts(self) -> dict[str, float]:
         """kvblend's counters on vLLM's own page of metrics."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
-        ours = [line for line in lines if line.startswith("vllm:kvblend_") and "_total{" in line]
+        ours = [line for line in self._metrics() if line.startswith("vllm:kvblend_") and "_total{" in line]
         return {line.partition("_total{")[0].removeprefix("vllm:kvblend_"): float(line.split()[-1]) for line in ours}
+
+    def running(self) -> int:
+        """How many requests the engine has begun."""
+        lines = [line for line in self._metrics() if line.startswith("vllm:num_requests_running{")]
+        return sum(int(float(line.split()[-1])) for line in lines)
+
+    def _metrics(self) -> list[str]:
+        return httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines()
 
 
 @contextmanager
-def serving(store: Path, model: Path, log: Path) -> Iterator[Server]:
+def serving(store: Path, model: Path, log: Path, **options: Any) -> Iterator[Server]:
     """A server until it ends, which it does when it is told to."""
-    server = Server(store, model, log)
+    server = Server(store, model, log, **options)
     try:
         yield server
     finally:
