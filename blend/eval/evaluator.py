@@ -66,16 +66,14 @@ def _name_of(config: BlendConfig, *, with_ratio: bool) -> str:
 
 
 @dataclass
-class _Runs:
-    """Timed prefills of one method on one record, of which the last one's cache is kept."""
+class _Times:
+    """Times of one method's prefills of one record."""
 
     method: str
-    last: FullPrefill | Blend
     ttft_s: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, prefilled: FullPrefill | Blend) -> None:
-        self.last = prefilled
         self.ttft_s.append(prefilled.ttft_s)
         if isinstance(prefilled, Blend):
             self.stages.append(dict(prefilled.stages))
@@ -118,27 +116,30 @@ class Evaluator:
         layout = self.template.layout(record.question, record.chunks)
         self.decoder.check_length(layout.rows + self.max_new_tokens)
         self.cache_chunks(layout)
-        runs = self._timed(layout, methods)
-        full = runs[FULL].last
-        assert isinstance(full, FullPrefill)
-        reference = Reference.of(full, layout, self.max_new_tokens)
-        full_s = median(runs[FULL].ttft_s)
-        return [self._measured(record, layout, reference, full_s, method_runs) for method_runs in runs.values()]
-
-    def _timed(self, layout: PromptLayout, methods: Sequence[Method]) -> dict[str, _Runs]:
-        """Prefills in turns."""
-        runs: dict[str, _Runs] = {}
-        for _ in range(self.repeats):
-            for method in methods:
-                prefilled = self._prefill(layout, method)
-                runs.setdefault(method.name, _Runs(method.name, prefilled)).add(prefilled)
-        return runs
+        times = {method.name: _Times(method.name) for method in methods}
+        for method in [*methods] * (self.repeats - 1):
+            times[method.name].add(self._prefill(layout, method))
+        measured = {}
+        for method in sorted(methods, key=lambda method: method.name != FULL):  # the others are compared with it
+            prefilled = self._prefill(layout, method)
+            times[method.name].add(prefilled)
+            if isinstance(prefilled, FullPrefill):
+                reference = Reference.of(prefilled, layout, self.max_new_tokens)
+                full_s = median(times[FULL].ttft_s)
+            measured[method.name] = self._measured(record, layout, reference, full_s, times[method.name], prefilled)
+            del prefilled  # one prompt at a time is in memory
+        return [measured[method.name] for method in methods]
 
     def _measured(
-        self, record: Record, layout: PromptLayout, reference: Reference, full_s: float, runs: _Runs
+        self,
+        record: Record,
+        layout: PromptLayout,
+        reference: Reference,
+        full_s: float,
+        times: _Times,
+        prefilled: FullPrefill | Blend,
     ) -> Measurement:
         """Decode the answer, and compare it with full recompute's and with gold answers."""
-        prefilled = runs.last
         floor_s: float | None = None
         if isinstance(prefilled, FullPrefill):
             answer = reference.answer.text
@@ -153,11 +154,11 @@ class Evaluator:
             floor_s = floor_seconds(prefilled.rows_share * full_s, load_s, len(self.decoder.layers))
         measures_rouge = wants_rouge(record.answers, record.task) and has_rouge()
         return Measurement(
-            method=runs.method,
+            method=times.method,
             record_id=record.id,
             answer=answer,
-            ttft_s=median(runs.ttft_s),
-            stages=runs.median_stages,
+            ttft_s=median(times.ttft_s),
+            stages=times.median_stages,
             rows_total=layout.rows,
             rows_computed=rows_computed,
             floor_s=floor_s,

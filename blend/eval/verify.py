@@ -54,23 +54,24 @@ def check_model(blender: Blender, layout: PromptLayout) -> list[ModelCheck]:
     """The checks, on one prompt whose chunks are cached. Raises as `Blender.prefill` does."""
     decoder = blender.decoder
     exact = decoder.dtype == torch.float32
+    full_logits = full_prefill(decoder, layout).logits  # at most two prompts are in memory at a time
     recomputed = blender.prefill(layout, config=BlendConfig(selector="all"))
-    full = full_prefill(decoder, layout)
+    kl = kl_divergence(full_logits.float(), recomputed.logits.float())
     as_stored = replace(PLAIN_REUSE, states="composed")
     reuse = blender.prefill(layout, config=as_stored)
+    moved_error = _error_of_layer_0(reuse, recomputed)
+    del recomputed
     few_rows = replace(as_stored, selector=BlendConfig.selector, ratio=0.05)
     blend = blender.prefill(layout, config=few_rows, room=64)
-    kl = kl_divergence(full.logits.float(), recomputed.logits.float())
+    changed = _changed_share(blend, reuse)
+    del reuse
+    lost_logit = _lost_logit(blend, layout)
     return [
         ModelCheck("all rows recomputed: KL of the next token to full prefill", float(kl[0]), 1e-4 if exact else 0.02),
+        ModelCheck("moved keys, values and states of layer 0: relative error", moved_error, 0.02),
+        ModelCheck("rows that are not recomputed: share that changed", changed, 0.0),
         ModelCheck(
-            "moved keys, values and states of layer 0: relative error", _error_of_layer_0(reuse, recomputed), 0.02
-        ),
-        ModelCheck("rows that are not recomputed: share that changed", _changed_share(blend, reuse), 0.0),
-        ModelCheck(
-            "greedy decoding: logit that the model itself would have gained",
-            _lost_logit(blend, layout),
-            _LOGIT_ROUNDING[decoder.dtype],
+            "greedy decoding: logit that the model itself would have gained", lost_logit, _LOGIT_ROUNDING[decoder.dtype]
         ),
     ]
 
