@@ -145,7 +145,13 @@ class Rag:
         cache: str | Path | None = None,
         hot: str | None = None,
     ) -> None:
-        check_engine(engine)
+        self._computing: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "weights": weights,
+            "device_path": device_path,
+        }
+        check_engine(engine, self._computing)
         if decoder is None and engine == TRANSFORMERS:
             check_weights(weights, pick_device(device))  # before anything is written or fetched in vain
         self.loading = RLock()
@@ -166,12 +172,6 @@ class Rag:
         self._index = CurrentIndex(index_dir(self.root, self.corpus_config.name))
         self.prompt_config = prompt or PromptConfig()
         self.model = lasting_name(model)
-        self._computing: dict[str, Any] = {
-            "device": device,
-            "dtype": dtype,
-            "weights": weights,
-            "device_path": device_path,
-        }
         self._engine: dict[str, Any] = {"engine": engine, "engine_options": engine_options or {}}
         self._budget_bytes = budget_bytes
         self._on_fetch = on_fetch
@@ -202,8 +202,10 @@ class Rag:
         """Arguments for the same `Rag` in another process; dtype and store address are resolved."""
         origin = origin_of(self.root / "kv")
         store = {"store": self.root.absolute()} if origin is None else {"store": origin.address, "hot": origin.hot}
-        resolved = {"dtype": dtype_name(self.decoder.dtype), "corpus": self.corpus_config}
-        return {**store, **self._common, **self._computing, **self._engine, **resolved}
+        computing = dict(self._computing)
+        if self._engine["engine"] == TRANSFORMERS:
+            computing["dtype"] = dtype_name(self.decoder.dtype)
+        return {**store, **self._common, **computing, **self._engine, "corpus": self.corpus_config}
 
     @property
     def _common(self) -> dict[str, Any]:

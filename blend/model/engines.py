@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 TRANSFORMERS = "transformers"
 _LOADERS = {"llamacpp": "blend.integrations.llamacpp.loading"}
 ENGINES = (TRANSFORMERS, *_LOADERS)
+_UNCHOSEN = ("auto", "native", "cpu")  # how transformers computes by default, and what is true of all
 
 
 def read_engine_options(text: str) -> Mapping[str, Any]:
@@ -28,10 +29,22 @@ def read_engine_options(text: str) -> Mapping[str, Any]:
     return options
 
 
-def check_engine(engine: str) -> None:
-    """Raise `ConfigError` for an engine that is not known."""
+def check_engine(engine: str, computing: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for an engine that is not known, and for options of transformers with another one.
+
+    computing: how transformers computes, by the names of `Rag`'s arguments.
+    """
     if engine not in ENGINES:
         raise ConfigError(f"engine is {engine!r}; choose among {', '.join(ENGINES)}")
+    if engine == TRANSFORMERS:
+        return
+    for name, value in computing.items():
+        if value not in _UNCHOSEN:
+            option = name.replace("_", "-")
+            raise ConfigError(
+                f"{option} {value} is for transformers, and a GGUF file says itself what it computes in: leave it out with "
+                f"the engine {engine}"
+            )
 
 
 def load_engine(engine: str, model: str, engine_options: Mapping[str, Any]) -> Decoder:
@@ -39,5 +52,4 @@ def load_engine(engine: str, model: str, engine_options: Mapping[str, Any]) -> D
 
     Raises `ConfigError` for unknown options, and as the engine does.
     """
-    check_engine(engine)
     return cast("Decoder", import_module(_LOADERS[engine]).load_decoder(model, engine_options))
