@@ -41,6 +41,7 @@ class RowDecoder(ABC):
         placing: the backend that places chunks; None for the device's usual one.
         graphs: passes that a GPU repeats, or None.
         workers: processes that compute the model together, each with the KV heads of all.
+        copies_share_rows: whether a copy of a cache takes no room for the rows that it has of it.
 
     """
 
@@ -49,6 +50,7 @@ class RowDecoder(ABC):
     placing: Backend | None = None
     graphs: RowGraphs | None = None
     workers = 1
+    copies_share_rows = False
     layers: Any
     rotations: tuple[LayerRotation, ...]
     recurrent: Mapping[int, LayerState] = {}
@@ -89,6 +91,16 @@ class RowDecoder(ABC):
     @abstractmethod
     def context_length(self) -> int | None:
         """The longest prompt in tokens, or None."""
+
+    @property
+    def cells(self) -> int | None:
+        """The most rows of all its caches together, or None for as many as memory holds."""
+        return None
+
+    @property
+    def most_caches(self) -> int | None:
+        """The most caches at a time, or None."""
+        return None
 
     @abstractmethod
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:

@@ -13,7 +13,7 @@ from blend.integrations.llamacpp.decoder import CellDecoder
 from blend.integrations.llamacpp.model import GGUFModel
 from blend.model.decoder import Decoder
 from tests.llamacpp.gguf_files import neighbours, save_gguf
-from tests.models import FAMILIES, build
+from tests.models import FAMILIES, build, tokenizer
 
 NAMES = ("llama", "qwen2", "qwen3", "gemma3")
 _LAYERS = ["sliding_attention"] * 5 + ["full_attention"]
@@ -52,7 +52,7 @@ class Engines:
             model = build(FAMILIES[name], **{**_CHANGES.get(name, {}), **changes})
             file = save_gguf(self._folder / f"{len(self._pairs)}.gguf", model)
             options = ContextOptions(tokens, threads=1, cache_type=cache_type, ubatch=ubatch)
-            ours = CellDecoder(GGUFModel(self._library, file), options)
+            ours = CellDecoder(GGUFModel(self._library, file), options, tokenizer=tokenizer())
             self._pairs[key] = Pair(name, Decoder(model, name=name, weights=name), ours)
         return self._pairs[key]
 

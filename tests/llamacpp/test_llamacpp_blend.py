@@ -1,14 +1,18 @@
 """Blended prefill with llama.cpp as the decoder, against the same blend in transformers on the same weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from blend import BlendConfig, Blender, open_store
+from blend.integrations.llamacpp.context import SEQUENCES
+from blend.integrations.llamacpp.rows import runs_of
 from blend.layout import PromptLayout
 from blend.model.decoder import full_prefill
 from blend.prefill.blender import Blend
-from tests.llamacpp.llamacpp_engines import NAMES, Engines, token_ids
-from tests.llamacpp.test_llamacpp_rows import CLOSE, difference
+from tests.llamacpp.llamacpp_engines import NAMES, WINDOW, Engines, token_ids
+from tests.llamacpp.test_llamacpp_rows import CLOSE, difference, rows_of
 
 CHUNKS = tuple(tuple(token_ids(24, seed)[0].tolist()) for seed in (1, 2, 3))
 
@@ -77,13 +81,72 @@ def test_chunks_that_are_missing_are_computed(engines: Engines, stored: int) -> 
         assert values.abs().amax((1, 3)).min() > 0
 
 
-def test_deviation_selects_what_it_selects_in_transformers(engines: Engines) -> None:
-    """A selector with a check layer: fresh KV of all rows there, and then only the chosen rows."""
-    pair = engines.pair("qwen3")
-    config = BlendConfig(ratio=0.2, selector="hkvd")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("selector", ["hkvd", "mixed", "gradual"])
+def test_deviation_selects_what_it_selects_in_transformers(engines: Engines, name: str, selector: str) -> None:
+    """Selectors with check layers, windowed layers too: fresh KV of all rows there, and then only the chosen rows.
+
+    `gradual` chooses again at later layers. There a row does not see what the dropped rows had become, so that it may choose
+    otherwise at the border.
+    """
+    pair = engines.pair(name)
+    pair.ours.wave_rows = 1
+    config = BlendConfig(ratio=0.2, selector=selector)
     theirs = blended(pair.theirs, prompt(), config)
     ours = blended(pair.ours, prompt(), config)
+    if selector == "gradual":
+        common = set(ours.selection.rows.tolist()) & set(theirs.selection.rows.tolist())
+        assert len(common) >= len(theirs.selection.rows) - 2
+    else:
+        assert torch.equal(ours.selection.rows, theirs.selection.rows)
+
+
+def test_many_runs_are_narrowed_down(engines: Engines) -> None:
+    """More scattered rows than a context has sequences are looked at again at a later layer."""
+    pair = engines.pair("qwen2", tokens=2048, max_position_embeddings=2048)
+    chunks = tuple(tuple(token_ids(10, seed)[0].tolist()) for seed in range(90))
+    ours = blended(pair.ours, prompt(*chunks), BlendConfig(ratio=0.3, selector="gradual:lead=1"), 90)
+    assert len(runs_of(ours.selection.rows.tolist())) > SEQUENCES
+    pair.ours.wave_rows = 24
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_a_question_is_longer_than_a_window(engines: Engines, name: str) -> None:
+    """Its attention and its KV are those of transformers, whether or not llama.cpp's states leave rows out."""
+    pair = engines.pair(name)
+    layout = PromptLayout.of_chunks((5, 6, 7), CHUNKS, tuple(token_ids(3 * WINDOW, 9)[0].tolist()))
+    config = BlendConfig(ratio=0.2, selector="query_guided:layers=all,lead=0")
+    theirs = blended(pair.theirs, layout, config)
+    ours = blended(pair.ours, layout, config)
     assert torch.equal(ours.selection.rows, theirs.selection.rows)
+    assert difference(ours.logits, theirs.logits) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+def test_corrections_are_in_the_cells(engines: Engines, name: str) -> None:
+    """What a correction adds to stored rows is read back from llama.cpp, and the question attends to it."""
+    pair = engines.pair(name)
+    layout = prompt()
+    stale = slice(27, 75)  # rows of the second and third chunk
+    shares = {}
+    logits = {}
+    for engine, decoder in (("theirs", pair.theirs), ("ours", pair.ours)):
+        blender = Blender(decoder, open_store("memory:"), BlendConfig(ratio=0.0, selector="none", surrogate=False))
+        library = blender.library(layout.prefix)
+        library.compute(library.missing(layout.chunks))
+        blender.calibrate(layout.prefix, layout.chunks)
+        whole = decoder.new_cache(layout.rows)
+        decoder.prefill([rows_of(torch.tensor([layout.token_ids]), [*range(layout.rows)], whole)])
+        for corrected in (True, False):
+            blend = blender.prefill(layout, config=replace(blender.config, correction=corrected))
+            parts = zip(blend.cache.view(1), whole.view(1), strict=True)
+            errors = [(part[:, :, stale].float() - fresh[:, :, stale].float()).norm() for part, fresh in parts]
+            shares[engine, corrected] = float(sum(errors))
+            logits[engine, corrected] = blend.logits
+    for engine in ("theirs", "ours"):
+        assert shares[engine, True] < 0.8 * shares[engine, False]
+        changed = difference(logits[engine, True], logits[engine, False])
+        assert changed > 10 * difference(logits["ours", True], logits["theirs", True])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

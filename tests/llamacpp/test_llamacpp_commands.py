@@ -146,6 +146,28 @@ def test_commands_use_the_file(blend: Blend) -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_report_is_against_the_full_decode_of_llama_cpp(blend: Blend, tmp_path: Path) -> None:
+    """With surrogate contexts and corrections, estimates of quality, a page, and the weights by their name."""
+    full = blend.at(tmp_path / "store")
+    questions = tmp_path / "questions.txt"
+    questions.write_text(
+        "".join(f"When did the {place} open{end}\n" for place in towns.TOPICS for end in ("?", " first?"))
+    )
+    made = full.precompute(blend.folder / "documents", "--embedder", "words", "--questions", questions)
+    assert "fitted to 16 questions" in made.err
+    page, document = tmp_path / "report.html", tmp_path / "report.json"
+    ways = ("--ratio", "0.15", "--ratio", "1")
+    full.done("report", "--questions", questions, "--limit", "2", *ways, "--html", page, "--json", document)
+    report = json.loads(document.read_text())
+    kls = {name: method["kl"] for name, method in report["methods"].items()}
+    assert kls["full"] == 0
+    assert kls["query_guided 100%"] < kls["reuse"] / 10
+    assert report["weights"].startswith("GGUF qwen2")
+    assert "GGUF qwen2" in page.read_text()
+    answer = full.answer("--quality", "0.05").json
+    assert answer["quality"]["kl"] <= 0.05
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -156,6 +178,9 @@ def test_commands_use_the_file(blend: Blend) -> None:
         (("--engine-options", "[1]"), "is a JSON object"),
         (("--engine-options", '{"bits": 4}'), "has no option 'bits'"),
         (("--engine-options", '{"threads": "two"}'), "give a whole number"),
+        (("--dtype", "bfloat16"), "dtype bfloat16 is for transformers"),
+        (("--weights", "int8"), "weights int8 is for transformers"),
+        (("--device", "cuda"), "device cuda is for transformers"),
     ],
 )
 def test_mistakes_are_said_in_one_line(blend: Blend, arguments: tuple[str, ...], says: str) -> None:

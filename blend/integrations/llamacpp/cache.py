@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from blend.integrations.llamacpp.context import BatchRows, Context, OnAttention
-from blend.integrations.llamacpp.rows import runs_of, waves_of
+from blend.integrations.llamacpp.context import BatchRows, Context, ContextFullError, OnAttention
+from blend.integrations.llamacpp.rows import halves_of, pieces_of, rows_in, runs_of, waves_of
 from blend.integrations.llamacpp.state import KVRows
 from blend.layout import Span
 from blend.model.cache import KV, BlendedCache, BlendedLayer, LayerRotation
@@ -178,30 +178,34 @@ class CellCache(BlendedCache):
         wanted_rows = self._prepare(request)
         logits = []
         with self._context.lock:
-            runs = list(self._pieces(runs_of(wanted_rows.positions.tolist())))
+            # No pass has more rows than llama.cpp computes together: it then shows each layer once, and reuses no cell that has
+            # left a window.
+            most_rows = self._context.options.ubatch
+            runs = pieces_of(runs_of(wanted_rows.positions.tolist()), most_rows)
             most_runs = max(1, self._context.unused - 2)
-            for wave in waves_of(runs, self._is_alone, wave_rows, most_runs):
-                logits.append(self._run_wave(wave, wanted_rows, on_attention))
+            for wave in waves_of(runs, self._is_alone, min(wave_rows, most_rows), most_runs):
+                logits.append(self._run_fitting(wave, wanted_rows, on_attention))
         self._count(wanted_rows)
         return torch.cat(logits)
 
-    def look(self, request: RowRequest, on_attention: OnAttention) -> list[KV]:
-        """Compute rows without keeping them; they see each other only within a run.
+    def look(self, request: RowRequest, wave_rows: int, on_attention: OnAttention) -> list[KV]:
+        """Compute rows without keeping them.
 
         Returns:
             Their KV, layer by layer, `[1, kv_heads, rows, head_dim]`; undefined above a layer where `on_attention` ended it.
 
+        Raises:
+            PromptError: the cells are full.
+
         """
         self.send(request.await_layer)
-        wanted_rows = _Requested.of(request)
-        runs = runs_of(wanted_rows.positions.tolist())
-        context = self._context
-        with context.lock, context.spare(len(runs)) as spares:
-            self._run_apart(runs, spares, wanted_rows, on_attention)
-            for run, spare in zip(runs, spares, strict=True):
-                context.drop(spare, 0, run.start)
-                context.lend(spare, spares[0], *run)
-            return self._kv_of(spares[0], wanted_rows.positions)
+        with self._context.lock:
+            copy = self.clone()
+            try:
+                copy.compute(request, wave_rows, on_attention)
+                return copy._kv_at(request.positions.numpy())
+            finally:
+                copy.free()
 
     def follows(self, request: RowRequest) -> bool:
         """Whether these rows are the next ones of the prompt, in one piece."""
@@ -224,12 +228,15 @@ class CellCache(BlendedCache):
     def _is_alone(self, run: Span) -> bool:
         return not bool(self._held[run.start : run.stop].all())
 
-    def _pieces(self, runs: Sequence[Span]) -> Iterator[Span]:
-        """The runs; with windowed layers in pieces of one batch, so that llama.cpp reuses no cell that left the window."""
-        most = self._context.options.ubatch if self._context.model.window else 1 << 30
-        for run in runs:
-            for start in range(run.start, run.stop, most):
-                yield Span(start, min(run.stop, start + most))
+    def _run_fitting(self, wave: list[Span], wanted_rows: _Requested, on_attention: OnAttention | None) -> Tensor:
+        """Compute a wave, in halves if the free cells are too few: fresh rows need cells before they replace others."""
+        try:
+            return self._run_wave(wave, wanted_rows, on_attention)
+        except ContextFullError:
+            if not any(self._held[run.start : run.stop].any() for run in wave) or rows_in(wave) == 1:
+                raise
+            halves = halves_of(wave)
+        return torch.cat([self._run_fitting(half, wanted_rows, on_attention) for half in halves])
 
     def _run_wave(self, wave: list[Span], wanted_rows: _Requested, on_attention: OnAttention | None) -> Tensor:
         """Compute a wave; its rows take the place of those that were there."""
@@ -240,12 +247,21 @@ class CellCache(BlendedCache):
             for guard in self._sequences[1:]:
                 context.lend(self.sequence, guard, *wave[0])
         else:
+            self._drop_blank(wave)
             with context.spare(len(wave)) as spares:
                 logits = self._run_apart(wave, spares, wanted_rows, on_attention)
                 for run, spare in zip(wave, spares, strict=True):
                     self._take_over(spare, [run])
         self._mark(wave)
         return logits
+
+    def _drop_blank(self, wave: Sequence[Span]) -> None:
+        """Free the cells of zeros in the place of rows that never had KV; the pass is to compute them."""
+        for run in wave:
+            blank = np.flatnonzero(~self._held[run.start : run.stop]) + run.start
+            for span in runs_of(blank.tolist()):
+                for sequence in self._sequences:
+                    self._context.drop(sequence, *span)
 
     def _mark(self, runs: Sequence[Span]) -> None:
         """These rows are fresh in the cells."""
@@ -282,13 +298,20 @@ class CellCache(BlendedCache):
         if not len(rows):
             return
         self._unread[:] = False  # first: what follows asks for the buffers
+        with self._context.lock:
+            self._write(rows, self._kv_at(rows))
+
+    def _kv_at(self, rows: Positions) -> list[KV]:
+        """The KV of these rows, layer by layer, out of the cells."""
+        groups = []
         context = self._context
-        with context.lock, context.spare(1) as (spare,):
+        with context.spare(1) as (spare,):
             for group in self._groups(rows):
                 for run in runs_of(group.tolist()):
                     context.lend(self.sequence, spare, *run)
-                self._write(group, self._kv_of(spare, group))
+                groups.append(self._kv_of(spare, group))
                 context.drop(spare)
+        return groups[0] if len(groups) == 1 else [_joined(parts) for parts in zip(*groups, strict=True)]
 
     def _groups(self, rows: Positions) -> Iterator[Positions]:
         """Rows that one state holds: llama.cpp leaves out those that are behind the window of the last one."""
@@ -398,6 +421,12 @@ class CellCache(BlendedCache):
 
 def _placed(_: int) -> None:
     pass
+
+
+def _joined(parts: Sequence[KV]) -> KV:
+    """One layer's KV of several groups of rows."""
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
 
 
 def _abandon(context: Context, sequences: Sequence[int]) -> None:

@@ -58,6 +58,10 @@ class ContextOptions:
             raise ConfigError("tokens and ubatch are at least 1, threads at least 0")
 
 
+class ContextFullError(PromptError):
+    """The cells are full."""
+
+
 class AttentionNode(NamedTuple):
     """One layer's attention in a pass, as the graph computes it.
 
@@ -188,19 +192,23 @@ class Context:
         return len(self._free) + len(self._abandoned)
 
     def abandon(self, sequence: int) -> None:
-        """Give a sequence back before the next one is taken; any thread may call it, also during a pass."""
+        """Give a sequence back before the next pass; any thread may call it, also during a pass."""
         self._abandoned.append(sequence)
 
     def take(self) -> int:
         """An empty sequence. Raises `PromptError` if none is free."""
         with self.lock:
-            while self._abandoned:
-                self.give_back(self._abandoned.popleft())
+            self._take_abandoned()
             if not self._free:
                 raise PromptError(
                     f"all {SEQUENCES} sequences of llama.cpp's context are in use; run fewer prompts at once"
                 )
             return self._free.pop()
+
+    def _take_abandoned(self) -> None:
+        """Free the cells of forgotten prompts."""
+        while self._abandoned:
+            self.give_back(self._abandoned.popleft())
 
     def give_back(self, sequence: int) -> None:
         """Empty a sequence, and free it for others."""
@@ -233,7 +241,7 @@ class Context:
         return raw[:written]
 
     def set_state(self, sequence: int, state: Bytes) -> None:
-        """Replace a sequence's cells by those of a state. Raises `PromptError` if they do not fit."""
+        """Replace a sequence's cells by those of a state. Raises `ContextFullError` if they do not fit."""
         arguments = (self._handle, state.ctypes.data, len(state), sequence)
         if self._library.call("llama_state_seq_set_data", *arguments) != len(state):
             raise self._full()
@@ -256,7 +264,7 @@ class Context:
             Logits of the rows that want them, float32 `[outputs, vocab]`; undefined after an early end.
 
         Raises:
-            PromptError: the cells are full.
+            ContextFullError: the cells are full; nothing has changed.
 
         """
         count = len(rows.token_ids)
@@ -274,6 +282,7 @@ class Context:
         batch.seq_id = ctypes.cast(addresses.ctypes.data, ctypes.POINTER(ctypes.POINTER(ctypes.c_int32)))
         batch.logits = ctypes.cast(outputs.ctypes.data, ctypes.POINTER(ctypes.c_int8))
         with self.lock:
+            self._take_abandoned()
             self._on_attention = on_attention
             self._attending = 0
             try:
@@ -296,8 +305,8 @@ class Context:
             ctypes.memmove(logits[place].data_ptr(), pointer, 4 * self.model.vocabulary)
         return logits
 
-    def _full(self) -> PromptError:
-        return PromptError(
+    def _full(self) -> ContextFullError:
+        return ContextFullError(
             f"llama.cpp's context of {self.cells} tokens is full{self._library.logged_error()}; use a larger one, "
             "shorter prompts, or fewer at once"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from blend.errors import ConfigError
 from blend.integrations.llamacpp.admission import admitted
 from blend.integrations.llamacpp.cache import WAVE_ROWS, CellCache, compute_following
-from blend.integrations.llamacpp.context import AttentionNode, ContextOptions
+from blend.integrations.llamacpp.context import SEQUENCES, AttentionNode, ContextOptions
 from blend.integrations.llamacpp.library import Library
 from blend.integrations.llamacpp.model import GGUFModel
 from blend.integrations.llamacpp.state import hadamard
@@ -27,6 +27,8 @@ from blend.model.passes import OnLayer, RowRequest, nothing
 from blend.model.precision import NumberFormat
 from blend.model.row_decoder import RowDecoder
 from blend.types import CacheIdentity, dtype_name
+
+SPARE_SEQUENCES = 16  # that prompts and answers leave to waves, chunks and reading
 
 
 class CellDecoder(RowDecoder):
@@ -49,6 +51,7 @@ class CellDecoder(RowDecoder):
 
     """
 
+    copies_share_rows = True
     graphs = None
     pass_rows = 0.0
     operator_rows = 0.0
@@ -137,7 +140,17 @@ class CellDecoder(RowDecoder):
     @property
     def context_length(self) -> int | None:
         """The longest prompt: what the model was trained for, or what the context holds with a wave of recomputed rows."""
-        return min(self._gguf.trained_context, self._context.cells - min(self.wave_rows, self._context.cells // 4))
+        return min(self._gguf.trained_context, self.cells)
+
+    @property
+    def cells(self) -> int:
+        """The most rows of all prompts together: some of the context's cells are left for a wave of recomputed rows."""
+        return self._context.cells - min(self.wave_rows, self._context.cells // 4)
+
+    @property
+    def most_caches(self) -> int:
+        """How many prompts and answers there may be: sequences are left for waves."""
+        return (SEQUENCES - SPARE_SEQUENCES) // (2 if self._gguf.window else 1)
 
     @property
     def layer_weights(self) -> int:
@@ -147,7 +160,7 @@ class CellDecoder(RowDecoder):
     @property
     def number_format(self) -> NumberFormat:
         """What it computes in."""
-        return NumberFormat(dtype=self.kept_as, weights="gguf")
+        return NumberFormat(dtype=self.kept_as, weights=f"GGUF {self._gguf.description}")
 
     def identity(self, prefix: tuple[int, ...]) -> CacheIdentity:
         """What, besides a chunk's tokens, determines its cache."""
@@ -204,7 +217,7 @@ class CellDecoder(RowDecoder):
         last = len(self.layers) - 1 if last_layer is None else last_layer
         queries = _Queries(last)
         request = RowRequest(token_ids, run, cache, await_layer=await_layer)
-        kvs = _cells(cache).look(request, queries.take)
+        kvs = _cells(cache).look(request, self.wave_rows, queries.take)
         for layer in range(last + 1):
             cache.layers[layer].write_rows(run, *kvs[layer])
             observe(self._attention_call(layer, queries.of(layer), cache, run))
@@ -251,9 +264,7 @@ class CellDecoder(RowDecoder):
     def _narrowed(self, request: RowRequest) -> RowRequest:
         """The rows that the narrowings leave. Each one runs its rows up to its layer for nothing but their KV there."""
         for narrowing in request.narrowings:
-            if self._gguf.window:
-                raise ConfigError(f"{self.name} has windowed layers: choose a selector without a check layer")
-            kvs = _cells(request.cache).look(request, _Queries(narrowing.layer).take)
+            kvs = _cells(request.cache).look(request, self.wave_rows, _Queries(narrowing.layer).take)
             rows = narrowing.choose(*kvs[narrowing.layer])
             ids = request.token_ids[:, torch.searchsorted(request.positions, rows)]
             request = replace(request, token_ids=ids, run=Run.read(rows), narrowings=())

@@ -78,6 +78,13 @@ class GGUFModel:
         return sorted(self.file.parent.glob(f"{stem}-?????-of-{split[1]}.gguf"))
 
     @cached_property
+    def description(self) -> str:
+        """What llama.cpp says of its kind, size and weights: "qwen2 1B Q4_K - Medium"."""
+        text = ctypes.create_string_buffer(128)
+        self.library.call("llama_model_desc", self.handle, text, len(text))
+        return text.value.decode(errors="replace")
+
+    @cached_property
     def layer_weights(self) -> int:
         """Numbers in the weights of all layers: without the table of embeddings, which may be the head, too."""
         numbers = int(self.library.call("llama_model_n_params", self.handle))

@@ -22,6 +22,26 @@ def runs_of(positions: Sequence[int]) -> list[Span]:
     return runs
 
 
+def rows_in(wave: Sequence[Span]) -> int:
+    """The rows of a wave."""
+    return sum(run.length for run in wave)
+
+
+def pieces_of(runs: Sequence[Span], most_rows: int) -> list[Span]:
+    """The runs, long ones in pieces."""
+    pieces = []
+    for run in runs:
+        pieces += [Span(start, min(run.stop, start + most_rows)) for start in range(run.start, run.stop, most_rows)]
+    return pieces
+
+
+def halves_of(wave: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+    """A wave of at least two rows as two, one after the other."""
+    positions = [position for run in wave for position in range(*run)]
+    middle = len(positions) // 2
+    return runs_of(positions[:middle]), runs_of(positions[middle:])
+
+
 def waves_of(
     runs: Sequence[Span], is_alone: Callable[[Span], bool], most_rows: int, most_runs: int
 ) -> Iterator[list[Span]]:
@@ -38,7 +58,7 @@ def waves_of(
     wave: list[Span] = []
     for run in runs:
         alone = is_alone(run)
-        rows = sum(earlier.length for earlier in wave) + run.length
+        rows = rows_in(wave) + run.length
         if wave and (alone or rows > most_rows or len(wave) == most_runs):
             yield wave
             wave = []

@@ -159,6 +159,12 @@ class Encoding(NamedTuple):
     on_done: OnDone
     begun: float
 
+    @property
+    def rows(self) -> int:
+        """Rows that it takes while it is computed: of the chunk, and of what stands in front of it."""
+        encoder = self.library.encoder(self.variant.kind)
+        return len(encoder.prefix_tokens) + len(self.variant.chunk)
+
     def report(self, error: Exception | None) -> None:
         """It is stored, or has failed."""
         with suppress(Exception):  # a broken listener must not harm the engine
@@ -174,13 +180,21 @@ class EncodingQueue:
         io: a pool of one thread.
         most_rows: most rows of a piece.
         on_remembered: called for each cache that a prompt missed.
+        fits: whether a cache may be begun that takes so many rows while it is computed.
 
     """
 
-    def __init__(self, io: IOPool, most_rows: int, on_remembered: OnDone = ignore) -> None:
+    def __init__(
+        self,
+        io: IOPool,
+        most_rows: int,
+        on_remembered: OnDone = ignore,
+        fits: Callable[[int], bool] = lambda rows: True,
+    ) -> None:
         self._io = io
         self._most_rows = most_rows
         self._on_remembered = on_remembered
+        self._fits = fits
         self._lock = threading.Lock()
         self._waiting: TurnQueue[ChunkStore, Encoding] = TurnQueue()
         self._running: tuple[Encoding, Stepper[None]] | None = None
@@ -231,8 +245,25 @@ class EncodingQueue:
             with self._lock:
                 self._asking -= 1
 
+    @property
+    def rows(self) -> int:
+        """Rows that the cache takes that is being computed."""
+        running = self._running
+        return 0 if running is None or running[1].ended else running[0].rows
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether no cache is being computed."""
+        return self._running is None or self._running[1].ended
+
+    def _may_begin(self) -> bool:
+        """Whether the next cache may be begun. Not under the lock: who decides has one too."""
+        with self._lock:
+            following = next(iter(self._waiting), None)
+        return following is None or self._fits(following.rows)
+
     def ready(self) -> bool:
-        """Prepare the next rows; False if none are left or they wait for the store."""
+        """Prepare the next rows; False if none are left, or they wait for the store or for room."""
         self._piece = None
         while self._piece is None and (stepper := self._stepper()) is not None:
             self._piece = stepper.rows()
@@ -241,9 +272,11 @@ class EncodingQueue:
         return self._piece is not None
 
     def _stepper(self) -> Stepper[None] | None:
-        """Drives the running cache, or the next one of the store whose turn it is; None without one."""
+        """Drives the running cache, or the next one of the store whose turn it is; None without one, or without room."""
+        if self._is_between and not self._may_begin():
+            return None
         with self._lock:
-            if self._running is None or self._running[1].ended:
+            if self._is_between:
                 turn = self._waiting.pop()
                 self._running = turn and (turn[1], Stepper(self._steps(turn[1]), self._io))
             return self._running and self._running[1]

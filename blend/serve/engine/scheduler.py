@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from blend.errors import ContextLengthError, PromptError, StoreError
+from blend.errors import PromptError, StoreError
 from blend.model import cpu
 from blend.model.cpu import set_threads
 from blend.serve.engine.background import TURN, TURN_AMONG_PROMPTS, EncodingQueue, IOPool, OnDone
@@ -28,6 +28,7 @@ from blend.serve.engine.comparison import ComparisonQueue
 from blend.serve.engine.edits import Spelling
 from blend.serve.engine.histories import Histories
 from blend.serve.engine.prefixes import PrefixCache
+from blend.serve.engine.room import KVRoom
 from blend.serve.engine.savings import LEAST_GAIN, gains_from
 from blend.serve.engine.sequence import Sequence
 from blend.serve.events import EngineFailedError, EngineStats, OnEvent, QueueFullError
@@ -93,12 +94,11 @@ class EmbeddedEngine:
             self.decoder.graphs = None  # they are captured while it runs, and may round otherwise
         self._least_gain = least_gain
         self._blender_of = blender_of or (lambda tenant, corpus: blender)
-        self._most_running = most_running
+        self._most_running = min(most_running, self.decoder.most_caches or most_running)
         if pass_rows is None:
             pass_rows = CPU_ROWS if self.decoder.device.type == "cpu" else GPU_ROWS
         self._piece_rows = max(1, pass_rows - most_running)
-        self._kv_budget = kv_budget
-        self._row_bytes = sum(layer.width for layer in self.decoder.rotations) * self.decoder.dtype.itemsize
+        self._room = KVRoom(self.decoder, kv_budget)
         self.prefixes = PrefixCache(0 if self._reproducible else prefix_budget)
         self.histories = Histories(Spelling(self.decoder.tokenizer))
         self._numbers = itertools.count()
@@ -108,7 +108,7 @@ class EmbeddedEngine:
         self._loads = IOPool("kvblend-loads", LOADING, self._wake)
         self._caches = IOPool("kvblend-caches", 1, self._wake)
         self._ahead = IOPool("kvblend-ahead", 1, lambda: None)
-        self._encodings = EncodingQueue(self._caches, self._piece_rows)
+        self._encodings = EncodingQueue(self._caches, self._piece_rows, fits=self._fits_chunk)
         self._comparisons = ComparisonQueue(self.decoder, self.prefixes, self.histories, self._piece_rows)
         self._remember = remember and not self._reproducible
         self._passes = itertools.count(1)
@@ -147,13 +147,7 @@ class EmbeddedEngine:
         sequence = Sequence(
             prompt, blender, self.prefixes, self.histories, next(self._numbers), on_event, least_gain=self._least_gain
         )
-        if self._bytes(sequence) > self._kv_budget:
-            raise ContextLengthError(
-                f"the prompt and its answers need {self._bytes(sequence) >> 20} MiB of KV memory, all there is are "
-                f"{self._kv_budget >> 20}: use fewer chunks, shorter or fewer answers or a larger budget",
-                self._kv_budget // self._row_bytes // sampling.n - sampling.max_tokens,
-                layout.rows,
-            )
+        self._room.require(sequence)
         with self._changed:
             self.require_room(tenant)
             must_wait = bool(self._running or self._waiting)
@@ -191,8 +185,8 @@ class EmbeddedEngine:
     def stats(self) -> EngineStats:
         """Its load now."""
         with self._changed:
-            used = sum(map(self._bytes, self._running))
-            counts = len(self._running), len(self._waiting), used, self._kv_budget
+            used = self._used_bytes
+            counts = len(self._running), len(self._waiting), used, self._room.budget
         return EngineStats(
             *counts, self.prefixes.nbytes, len(self._encodings), self.prefixes.evictions, len(self._comparisons)
         )
@@ -232,8 +226,20 @@ class EmbeddedEngine:
             self._wake()
         self._thread.join()
 
-    def _bytes(self, sequence: Sequence) -> int:
-        return sequence.capacity * self._row_bytes
+    @property
+    def _used_bytes(self) -> int:
+        """Of running prompts, and of the chunk whose cache is computed between them if that counts."""
+        chunk_rows = self._encodings.rows if self._room.counts_chunks else 0
+        return self._room.bytes_of(sum(sequence.capacity for sequence in self._running) + chunk_rows)
+
+    def _fits_chunk(self, rows: int) -> bool:
+        """Whether a chunk's cache of so many rows may be begun: it takes no room from a prompt that waits for it."""
+        if not (self._room.counts_chunks and self._running):
+            return True
+        with self._changed:
+            next_prompt = self._waiting.first()
+        waiting_rows = 0 if next_prompt is None else next_prompt.capacity
+        return self._used_bytes + self._room.bytes_of(waiting_rows + rows) <= self._room.budget
 
     def _wake(self) -> None:
         with self._changed:
@@ -339,9 +345,9 @@ class EmbeddedEngine:
         )
         if sequence is None:
             return
-        used = sum(map(self._bytes, self._running))
+        used = self._used_bytes
         answers = sum(member.prompt.sampling.n for member in (*self._running, sequence))
-        if answers > self._most_running or used + self._bytes(sequence) > self._kv_budget:
+        if answers > self._most_running or used + self._room.bytes_of(sequence.capacity) > self._room.budget:
             return  # smaller prompts must not overtake it for ever
         self._waiting.admit(sequence)
         self._comparisons.clear()

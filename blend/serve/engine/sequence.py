@@ -11,6 +11,8 @@ import torch
 from blend.errors import StoreError
 from blend.model.passes import RowRequest
 from blend.prefill.progress import FinalRows
+from blend.select import make_selector
+from blend.select.base import needs_of
 from blend.serve.engine.comparison import RowComparison
 from blend.serve.engine.decoding import Decoding
 from blend.serve.engine.prefixes import Conversation
@@ -59,7 +61,7 @@ class Sequence:
     ) -> None:
         self.prompt = prompt
         self.number = number
-        self.capacity = prompt.sampling.n * (prompt.layout.rows + prompt.sampling.max_tokens)
+        self.capacity = _rows_of(prompt, blender)
         self.blend: Blend | None = None
         self.piece: RowRequest | None = None
         self.answers: list[Decoding] = []
@@ -295,3 +297,15 @@ class Sequence:
         """Free its KV after it ended; it must not wait for the store."""
         self.blend = self._prefill = self.piece = None
         self.answers = []
+
+
+def _rows_of(prompt: Prompt, blender: Blender) -> int:
+    """The most rows that its KV caches take at a time."""
+    decoder = blender.decoder
+    sampling = prompt.sampling
+    if not decoder.copies_share_rows:
+        return sampling.n * (prompt.layout.rows + sampling.max_tokens)
+    rows = prompt.layout.rows
+    selector = make_selector((prompt.config or blender.config).selector)
+    looks_at_all = any(step.layer for step in needs_of(selector, len(decoder.rotations)).steps)
+    return (2 if looks_at_all else 1) * rows + sampling.n * sampling.max_tokens
