@@ -333,6 +333,16 @@ def test_where_an_owner_is_cancelled_while_its_store_hangs_others_go_on(
     assert sum(worker.decoder.rows) == rows
 
 
+def test_for_an_owner_that_is_cancelled_nothing_is_computed(worker: HostWorker, store_hangs: HangingStore) -> None:
+    """Also while its store hangs: the only other one computes its text in its prompt, at once."""
+    worker.step(*agents()[:2])
+    while not store_hangs.begun.is_set():
+        worker.step()
+    worker.step(cancelled=["a"])
+    worker.until(2)
+    assert ahead(worker.figures("b")) == ["cold"]
+
+
 def test_all_workers_of_a_model_do_the_same(worker: HostWorker, begin: Callable[..., HostWorker]) -> None:
     """Also where the first one alone knows that a load's text is a part of another one's."""
     longer = load("longer", (*FOUR, *FIVE), SIX)
