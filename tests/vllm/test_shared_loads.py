@@ -180,6 +180,13 @@ def test_users_prefixes_and_corpora_are_never_compared(
     assert [each["rows_shared"] for each in figures] == [ALL] * 4
 
 
+def test_what_is_computed_for_a_user_is_learned_for_that_user_alone(worker: HostWorker) -> None:
+    assert ahead(together(worker, *agents(user="ada"))) == [ALL, 0, 0]
+    [figures] = together(worker, load("later", TWO, ONE, THREE, user="ada"))
+    assert figures["rows_shared"] == ALL
+    assert ahead(together(worker, load("another", TWO, ONE, THREE))) == ["cold"]
+
+
 def test_with_learning_off_nothing_is_shared(begin: Callable[..., HostWorker]) -> None:
     worker = begin(budget=0)
     assert ahead(together(worker, *agents(awaited=(2, 2, 2)))) == ["cold"] * 3
