@@ -46,12 +46,12 @@ def test_two_workers_learn_what_a_prompt_missed(caches: Caches, two_workers: Eng
 
 
 def test_two_workers_share_text_of_prompts_that_come_together(caches: Caches, tmp_path: Path) -> None:
-    """The first one decides and stores, both compute; then each chooses the same rows."""
+    """The first one decides and stores, both compute; then each chooses the same rows. One prompt may come a step before."""
     first, longer = prompt(402), prompt(402)
     layouts = [marked(first, new=range(4)), marked(replace(longer, suffix=(7, *longer.suffix)), new=range(4))]
     options = {"store": str(caches.folder / "store"), "codec": "native", **SETTINGS}
     with closing(Engine(caches.model, options, tensor_parallel_size=2)) as engine:
-        outputs = engine.outputs(list(map(ticketed, layouts)))
+        outputs = engine.outputs([ticketed(layout, (1, 1, 1, 1)) for layout in layouts])
     shown = [output.kv_transfer_params["kvblend"] for output in outputs]
     rows = sum(map(len, first.chunks))
     assert [(each["rows_ahead"], each["rows_shared"]) for each in shown] == [(rows, rows), (0, rows)]

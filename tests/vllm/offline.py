@@ -79,6 +79,6 @@ class Engine:
         del self.llm
 
 
-def ticketed(layout: PromptLayout) -> Asked:
-    """To be blended, in blocks of its own."""
-    return layout, LayoutTicket(layout).text(), secrets.token_hex(8)
+def ticketed(layout: PromptLayout, awaited: tuple[int, ...] = ()) -> Asked:
+    """To be blended, in blocks of its own. awaited: as of `LayoutTicket`."""
+    return layout, LayoutTicket(layout, awaited=awaited).text(), secrets.token_hex(8)
