@@ -81,6 +81,21 @@ class CellLayer(BlendedLayer):
         return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))
 
 
+class _BufferRows(Sequence[KVRows]):
+    """Rows of buffers, each layer copied only when it is asked for."""
+
+    def __init__(self, layers: Sequence[Any], span: Span) -> None:
+        self._layers = layers
+        self._span = slice(*span)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        layer = self._layers[index]
+        return tuple(part[0, :, self._span].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values))
+
+
 def _nothing() -> None:
     pass
 
@@ -144,13 +159,9 @@ class CellCache(BlendedCache):
         last = np.flatnonzero(written)[-1:]
         return written[: int(last[0]) + 1 if len(last) else 0]  # type: ignore[no-any-return]
 
-    def _rows(self, start: int, stop: int) -> list[KVRows]:
+    def _rows(self, start: int, stop: int) -> Sequence[KVRows]:
         """Rows of the buffers, layer by layer."""
-        rows = []
-        for layer in self.layers:
-            keys, values = (part[0, :, start:stop].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values))
-            rows.append((keys, values))
-        return rows
+        return _BufferRows(self.layers, Span(start, stop))
 
     def _put(self, positions: Positions, rows: Sequence[KVRows]) -> None:
         """Write rows to cells that belong to this cache."""

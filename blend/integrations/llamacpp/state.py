@@ -14,7 +14,7 @@ turned back when they are read, and turned when they are written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -120,31 +120,43 @@ class StateFormat(NamedTuple):
 
         Args:
             positions: sorted, `[rows]`.
-            rows: of each layer of the model.
+            rows: of each layer of the model. One is asked for at a time, so that they may be made on the way.
             sequence: its number.
 
         """
-        parts = [] if self.mark is None else [_words(self.mark, sequence)]
-        return np.concatenate((*parts, self.pack_file(positions, rows, sequence)))
+        state = np.empty(self._state_bytes(len(positions)), np.uint8)
+        at = 0
+        for part in self._parts(positions, rows, sequence):
+            state[at : at + len(part)] = part
+            at += len(part)
+        return state
 
-    def pack_file(self, positions: NDArray[np.int64], rows: Sequence[KVRows], sequence: int = 0) -> Bytes:
-        """As `pack`, without the mark: what a file holds behind its tokens."""
-        parts: list[Bytes] = []
+    def _state_bytes(self, count: int) -> int:
+        """Bytes of the state of so many rows."""
+        words = 0 if self.mark is None else 2
+        row_bytes = 0
+        for cache in self.caches:
+            types = (*cache.keys, *cache.values)
+            words += 4 + len(cache.turned) + 3 * len(types) + 3 * count
+            row_bytes += sum(kind.nbytes for kind in types)
+        return 4 * words + count * row_bytes
+
+    def _parts(self, positions: NDArray[np.int64], rows: Sequence[KVRows], sequence: int) -> Iterator[Bytes]:
+        """The state, piece by piece."""
+        if self.mark is not None:
+            yield _words(self.mark, sequence)
         layer_of = {place: layer for layer, place in enumerate(self.order)}
+        cells = np.empty((len(positions), 3), np.int32)
+        cells[:, 0] = positions
+        cells[:, 1:] = (1, sequence)
         for index, cache in enumerate(self.caches):
-            cells = np.empty((len(positions), 3), np.int32)
-            cells[:, 0] = positions
-            cells[:, 1:] = (1, sequence)
-            parts += [
-                _words(1, len(positions)),
-                cells.view(np.uint8).ravel(),
-                _words(0, len(cache.keys), *cache.turned),
-            ]
+            yield _words(1, len(positions))
+            yield cells.view(np.uint8).ravel()
+            yield _words(0, len(cache.keys), *cache.turned)
             for part, types in enumerate((cache.keys, cache.values)):
                 for place, kind in enumerate(types):
-                    parts += [_words(kind.number, kind.nbytes, 0)]
-                    parts += [kind.encode(rows[layer_of[index, place]][part]).ravel()]
-        return np.concatenate(parts)
+                    yield _words(kind.number, kind.nbytes, 0)
+                    yield kind.encode(rows[layer_of[index, place]][part]).ravel()
 
     def unpack(self, state: Bytes) -> list[CacheRows]:
         """The rows of each cache, sorted by position. Raises `ValueError` for another format."""
