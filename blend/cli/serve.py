@@ -186,14 +186,15 @@ class _Loading(threading.Thread):
         self._url = url
         self.on_failure: Callable[[], None] = lambda: None
         self._error: BaseException | None = None
+        self._close: Callable[[], object] = lambda: None
 
     def run(self) -> None:
         try:
-            close = self._load()
+            self._close = self._load()
             gc.collect()
             gc.freeze()  # or collections look at the libraries' 400,000 objects, and all threads stand still for 0.3 s
             if self.state.closing:
-                close()
+                self._close()
             else:
                 say(f"Ready at {self._url}")
                 sys.stdout.flush()
@@ -202,13 +203,14 @@ class _Loading(threading.Thread):
             self.on_failure()
 
     def finish(self) -> None:
-        """Raise the error of loading; if it is still loading, end the process."""
+        """Close what was loaded, or raise the error of loading; if it is still loading, end the process."""
         if self._error is not None:
             raise self._error
         if self.is_alive():
             note("stopped while loading")
             sys.stdout.flush()
             os._exit(0)  # a thread in the middle of a library's own code does not end, and would crash an ordinary exit
+        self._close()
 
 
 def make_service(values: dict[str, Any], on_audit: Callable[[Audit], None]) -> Service:

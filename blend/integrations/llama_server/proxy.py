@@ -6,24 +6,24 @@ import asyncio
 import re
 import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import httpx
 
-from blend.errors import BlendError
+from blend.errors import BlendError, PromptError, first_line
 from blend.integrations.llama_server.prompt_ids import ReadPrompt, read_prompt
 from blend.integrations.llama_server.sent import SentPrompts
 from blend.integrations.llama_server.slot_files import SlotFile, SlotFiles
-from blend.integrations.llama_server.trial import ServerIdentity, Trial, tokens_in
-from blend.integrations.llama_server.upstream import Headers, Upstream, UpstreamError, as_json
+from blend.integrations.llama_server.trial import POLL_S, ServerIdentity, Trial, tokens_in
+from blend.integrations.llama_server.upstream import Headers, Upstream, as_json
 from blend.serve.failures import LOG, log_error
 from blend.serve.http.messages import user_without_session
 from blend.serve.http.to_requests import digest_of_user
 
 LEAST_KEPT = 256  # tokens of a slot that are worth a pass over one token, which makes llama-server keep them elsewhere
 _TAKEN_S = 0.25  # in which llama-server has read a request and given it a slot
-_POLL_S = 0.05
 _PAUSE_S = 1.0  # of silence before text is learned: an agent's next request comes sooner
 _REST_S = 5.0  # of more silence before the KV correction is fitted
 _RETRY_S = 60.0  # between two trials of a server that was refused
@@ -104,6 +104,7 @@ class Proxy:
         self._identity: ServerIdentity | None = None
         self._sent = SentPrompts(1)
         self._slots_are_filled = asyncio.Lock()  # one at a time, and no other request meanwhile
+        self._has_room = asyncio.Event()  # an answer has ended
         self._under_way = 0
         self._ended = 0  # requests, to tell one silence from another
         self._chores = set[asyncio.Task[None]]()
@@ -161,6 +162,7 @@ class Proxy:
     def _count_end(self) -> None:
         self._under_way -= 1
         self._ended += 1
+        self._has_room.set()
         if self._under_way == 0 and self._files is not None:
             self._begin_chore(self._use_silence(self._files, self._ended))
 
@@ -194,29 +196,35 @@ class Proxy:
         if prompt.reason or body is None:
             return Passed(reason=prompt.reason), None
         passed = Passed(prompt.ids, reusable=self._sent.reusable_rows(prompt.ids))
-        checking = asyncio.ensure_future(self._reason_against(prompt))
-        written: SlotFile | str = ""
         try:
+            passed.reason = await self._reason_against(prompt)
+            if passed.reason:
+                return passed, None
             written = await files.write(prompt.ids, _user_of(request, body), passed.reusable)
-            passed.reason = await checking
+        except PromptError as error:  # of kvblend's context
+            passed.reason = first_line(error)
         except (BlendError, OSError, RuntimeError, MemoryError) as error:
             log_error(error, request.id)
             passed.reason = "kvblend failed; its log says where"
-        finally:
-            checking.cancel()
-            if (passed.reason or not checking.done()) and isinstance(written, SlotFile):
-                written.remove()
-        if isinstance(written, str):
+        else:
+            if isinstance(written, SlotFile):
+                return passed, written
             passed.reason = written
-        return passed, None if passed.reason or isinstance(written, str) else written
+        return passed, None
 
     async def _reason_against(self, prompt: ReadPrompt) -> str:
         """Why the server's slots are left alone, or "". Raises `UpstreamError` and `ConfigError`."""
+        if self._identity is None:
+            return await self._changed()
+        return "the prompt fills llama-server's slot" if len(prompt.ids) >= self._identity.longest else ""
+
+    async def _changed(self) -> str:
+        """Why a server is not the one that was tried, or "". Raises `UpstreamError` and `ConfigError`."""
         identity = await ServerIdentity.read(self._upstream)
-        if identity != self._identity:
-            self._try_again(identity)
-            return "llama-server has changed, and is tried again"
-        return "the prompt fills llama-server's slot" if len(prompt.ids) >= identity.longest else ""
+        if identity == self._identity:
+            return ""
+        self._try_again(identity)
+        return "llama-server has changed, and is tried again"
 
     def _try_again(self, identity: ServerIdentity) -> None:
         """Try a server in the background: it was started anew, or has other adapters."""
@@ -262,16 +270,18 @@ class Proxy:
         except asyncio.CancelledError:
             sending.cancel()
             raise
-        if passed.ids:
+        if passed.ids and passed.reply.status_code == 200:
             self._sent.add(passed.ids)
         self._log(request, passed, file)
 
     async def _fill(self, file: SlotFile) -> str:
         """Fill a slot; why that failed, or "". The lock is held: no other request takes the slot."""
         try:
+            if reason := await self._changed():
+                return reason
             slot = await self._free_slot()
             restored = await self._upstream.restore(slot, file.path.name)
-        except (UpstreamError, LookupError, TypeError, ValueError) as error:
+        except (BlendError, LookupError, TypeError, ValueError) as error:
             LOG.warning("slot_not_filled", extra={"why": str(error)})
             return "llama-server did not take the blended rows"
         return "" if restored == file.restored else "llama-server took other rows than were written"
@@ -283,7 +293,9 @@ class Proxy:
             idle = [slot for slot in slots if not slot["is_processing"]]
             if idle:
                 break
-            await asyncio.sleep(_POLL_S)
+            self._has_room.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_room.wait(), POLL_S)
         emptiest = min(idle, key=tokens_in)
         if tokens_in(emptiest) > LEAST_KEPT:
             # A prompt of one token makes llama-server put what its slot holds into its prompt cache; a restored slot would not.

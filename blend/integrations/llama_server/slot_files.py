@@ -81,9 +81,11 @@ class SlotFiles:
         self._missing = set[CacheKey]()
         self._is_fitted = not texts.learns
         self._is_fitting = False
+        self._is_closed = False
 
     def close(self) -> None:
         """Finish what runs; the rest is given up."""
+        self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
     def warm_up(self) -> None:
@@ -207,7 +209,7 @@ class SlotFiles:
         """Do a chore; False if it was ended by a prompt, and goes on another time."""
 
         def progress(*_: object) -> None:
-            if not is_idle():
+            if self._is_closed or not is_idle():
                 raise _BusyAgainError
 
         try:

@@ -19,7 +19,7 @@ _GRAMMAR = "root ::= [ -~]+"  # a token that is no text, or a part of a characte
 _LOGPROBS = 10
 _MOST_APART = 0.1  # nats: kernels of other builds differ by less, other quantisations by more
 _LOADING_S = 600.0
-_POLL_S = 0.5
+POLL_S = 1.5  # llama-server looks for clients that left when it has given no answer to anybody for a second
 _UNSUPPORTED, _UNAVAILABLE = 501, 503
 
 
@@ -79,7 +79,7 @@ async def reached(upstream: Upstream) -> ServerIdentity:
                 raise ConfigError("llama-server asks for an API key: give it with --api-key") from None
             if error.status != _UNAVAILABLE or asyncio.get_running_loop().time() > until:
                 raise ConfigError(str(error)) from None
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(POLL_S)
 
 
 class Trial:
@@ -147,7 +147,7 @@ class Trial:
             idle = [slot for slot in slots if not slot["is_processing"]]
             if idle:
                 return int(min(idle, key=tokens_in)["id"])
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(POLL_S)
 
     async def _trial_ids(self) -> tuple[int, ...]:
         try:
