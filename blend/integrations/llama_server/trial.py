@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from blend.errors import ConfigError
 from blend.integrations.llama_server.slot_files import SlotFiles
 from blend.integrations.llama_server.upstream import Upstream, UpstreamError
+from blend.layout import common_length
 
 _TEXT = (
     "The harbour of the old town has seven gates. Each gate is closed at night by a keeper, who rings a bell of forty "
@@ -17,7 +19,9 @@ _TEXT = (
 )
 _GRAMMAR = "root ::= [ -~]+"  # a token that is no text, or a part of a character, would come without log-probabilities
 _LOGPROBS = 10
-_MOST_APART = 0.1  # nats: kernels of other builds differ by less, other quantisations by more
+_CONTINUED = 6  # tokens
+MOST_DIVERGENCE = 0.02  # nats a token: kernels of another build give less, other weights more
+_LEAST_SHARE = 1e-6
 _LOADING_S = 600.0
 POLL_S = 1.5  # llama-server looks for clients that left when it has given no answer to anybody for a second
 _UNSUPPORTED, _UNAVAILABLE = 501, 503
@@ -82,6 +86,43 @@ async def reached(upstream: Upstream) -> ServerIdentity:
         await asyncio.sleep(POLL_S)
 
 
+class Continuation(NamedTuple):
+    """How a text goes on.
+
+    Attributes:
+        tokens: the likeliest ones, one after another.
+        logprobs: of each of them and of its likeliest alternatives, by token.
+        computed: rows of the text that were computed.
+
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    computed: int
+
+    @classmethod
+    def read(cls, reply: Mapping[str, Any]) -> Continuation:
+        """That of a completion. Raises `LookupError`, `TypeError` or `ValueError` if it has none."""
+        steps = reply["completion_probabilities"]
+        logprobs = [{int(top["id"]): float(top["logprob"]) for top in step["top_logprobs"]} for step in steps]
+        return cls([int(step["id"]) for step in steps], logprobs, int(reply["timings"]["prompt_n"]))
+
+    def divergence(self, other: Continuation) -> float:
+        """Mean KL to another one, nats a token, up to the first token in which they differ; all other tokens count as one."""
+        steps = min(common_length(self.tokens, other.tokens) + 1, len(self.tokens), len(other.tokens))
+        return math.fsum(map(_kl, self.logprobs[:steps], other.logprobs)) / steps
+
+
+def _kl(expected: Mapping[int, float], logprobs: Mapping[int, float]) -> float:
+    """KL of one token's log-probabilities to the expected ones. A token that is not listed is no likelier than the last one."""
+    least = min(logprobs.values())
+    wanted_shares = [math.exp(logprob) for logprob in expected.values()]
+    shares = [math.exp(logprobs.get(token, least)) for token in expected]
+    for column in (wanted_shares, shares):
+        column.append(max(1 - math.fsum(column), _LEAST_SHARE))
+    return math.fsum(p * math.log(p / q) for p, q in zip(wanted_shares, shares, strict=True))
+
+
 class Trial:
     """The trial of one server.
 
@@ -101,16 +142,16 @@ class Trial:
         await self._require_model(identity)
         slot = await self._idle_slot()
         ids = await self._trial_ids()
-        expected = await self._likeliest(ids, slot, cache_prompt=False)
+        expected = await self._continued(ids, slot, cache_prompt=False)
         await self._restore(ids, slot)
-        behind_restored = await self._likeliest(ids, slot, cache_prompt=True)
-        if behind_restored.pop("computed", 0.0) > 1:
+        behind_restored = await self._continued(ids, slot, cache_prompt=True)
+        if behind_restored.computed > 1:
             raise ConfigError(
                 "llama-server computes the rows of a restored slot again: start it with --swa-full if its model has "
                 "windowed layers"
             )
-        expected.pop("computed", None)
-        self._require_alike(expected, behind_restored, identity)
+        if expected.divergence(behind_restored) > MOST_DIVERGENCE:
+            raise self._other_model(identity)
         await self._upstream.erase(slot)
         return identity
 
@@ -155,25 +196,23 @@ class Trial:
         except UpstreamError as error:
             raise ConfigError(f"llama-server does not tokenise: {error}") from None
 
-    async def _likeliest(self, ids: tuple[int, ...], slot: int, *, cache_prompt: bool) -> dict[str, float]:
-        """The likeliest next tokens with their logarithms, and how many tokens were computed."""
+    async def _continued(self, ids: tuple[int, ...], slot: int, *, cache_prompt: bool) -> Continuation:
+        """How llama-server goes on behind the trial's text."""
         try:
             reply = await self._upstream.complete(
                 ids,
                 id_slot=slot,
                 cache_prompt=cache_prompt,
-                n_predict=1,
+                n_predict=_CONTINUED,
                 n_probs=_LOGPROBS,
                 temperature=0,
                 grammar=_GRAMMAR,
             )
-            tops = reply["completion_probabilities"][0]["top_logprobs"]
-            computed = float(reply["timings"]["prompt_n"])
+            return Continuation.read(reply)
         except UpstreamError as error:
             raise ConfigError(f"llama-server does not complete a text: {error}") from None
-        except (LookupError, TypeError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise ConfigError("llama-server gives no log-probabilities: use a newer one") from error
-        return {**{str(top["id"]): float(top["logprob"]) for top in tops}, "computed": computed}
 
     async def _restore(self, ids: tuple[int, ...], slot: int) -> None:
         """Fill the slot with kvblend's rows."""
@@ -208,15 +247,6 @@ class Trial:
             f"llama-server cannot read kvblend's slot files ({refusal}): start it with --kv-unified, -fa on, and -ctk and "
             "-ctv as cache_type of --engine-options (f16 by default)"
         )
-
-    def _require_alike(
-        self, expected: Mapping[str, float], behind_restored: Mapping[str, float], identity: ServerIdentity
-    ) -> None:
-        """Compare the likeliest tokens behind restored rows with those behind the server's own."""
-        likeliest = sorted(expected, key=lambda token: -expected[token])[: _LOGPROBS // 2]
-        apart = [abs(expected[token] - behind_restored.get(token, float("-inf"))) for token in likeliest]
-        if max(apart) > _MOST_APART:
-            raise self._other_model(identity)
 
 
 def tokens_in(slot: Mapping[str, Any]) -> int:
