@@ -89,7 +89,7 @@ def test_deviation_selects_what_it_selects_in_transformers(engines: Engines, nam
     `gradual` chooses again at later layers. There a row does not see what the dropped rows had become, so that it may choose
     otherwise at the border.
     """
-    pair = engines.pair(name)
+    pair = engines.pair(name, ubatch=32)
     pair.ours.wave_rows = 1
     config = BlendConfig(ratio=0.2, selector=selector)
     theirs = blended(pair.theirs, prompt(), config)
@@ -111,9 +111,9 @@ def test_many_runs_are_narrowed_down(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])
-def test_a_question_is_longer_than_a_window(engines: Engines, name: str) -> None:
-    """Its attention and its KV are those of transformers, whether or not llama.cpp's states leave rows out."""
-    pair = engines.pair(name)
+def test_a_question_is_longer_than_a_window_and_a_batch(engines: Engines, name: str) -> None:
+    """Its attention and its KV are those of transformers, though states leave rows out, and each batch shows its layers."""
+    pair = engines.pair(name, ubatch=32)
     layout = PromptLayout.of_chunks((5, 6, 7), CHUNKS, tuple(token_ids(3 * WINDOW, 9)[0].tolist()))
     config = BlendConfig(ratio=0.2, selector="query_guided:layers=all,lead=0")
     theirs = blended(pair.theirs, layout, config)
