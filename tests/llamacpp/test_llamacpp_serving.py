@@ -141,3 +141,21 @@ def test_recomputed_rows_fit_into_the_last_cells(engines: Engines) -> None:
     again = full.compute(rows_of(ids, chosen, full), wave_rows=24)
     assert difference(again, logits) < CLOSE
     full.free()
+
+
+def test_rows_without_kv_take_the_cells_of_their_zeros(engines: Engines) -> None:
+    """A prompt of most cells of which only the beginning and the end are stored."""
+    pair = engines.pair("qwen2", tokens=CELLS)
+    rows = 400
+    ids = token_ids(rows)
+    full = pair.ours.new_cache(rows)
+    logits = pair.ours.prefill([rows_of(ids, [*range(rows)], full)])
+    kvs = [tuple(part.clone() for part in layer.view()) for layer in full.layers]
+    full.free()
+    cache = pair.ours.new_cache(rows)
+    for layer, (keys, values) in zip(cache.layers, kvs, strict=True):
+        layer.write_run(0, keys, values)
+    cache.blank(torch.arange(100, 300))
+    again = cache.compute(rows_of(ids, [*range(100, 300), rows - 1], cache))
+    assert difference(again, logits) < CLOSE
+    cache.free()
