@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,14 @@ def server(tmp_path: Path, project: Path) -> Iterator[Server]:
     calls = {name: reads(number, project) for number, name in enumerate(REPORTS)}
     tasks = [task(name) for name in REPORTS]
     others = {name: (begin + "".join(calls[name]), end) for name, (begin, end) in REPORTS.items()}
-    every = [*tasks, *(one for of_one in calls.values() for one in of_one)]
-    save_scripted_model(tmp_path / MODEL, text, ("Go:" + "".join(tasks), "back"), every, others=others, **SLOW)
+    save_scripted_model(
+        tmp_path / MODEL,
+        text,
+        ("Go:" + "".join(tasks), "back"),
+        [*tasks, *chain.from_iterable(calls.values())],
+        others=others,
+        **SLOW,
+    )
     with serving(tmp_path, environment(KVBLEND_API_KEY=KEY), "--model", MODEL, "--dtype", "float32") as url:
         yield Server(url, tmp_path / "log")
 

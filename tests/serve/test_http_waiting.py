@@ -12,8 +12,8 @@ import pytest
 from served import CHAT, USER, Served
 from tool_rooms import ASKED, WEATHER
 
-KEEP_ALIVE_S, EVENT_S, READ_S = 0.04, 0.2, 1.5
-TURNS = 45
+KEEP_ALIVE_S, EVENT_S, READ_S = 0.04, 0.2, 1.0
+TURNS = 30
 """Pings and empty events, at least KEEP_ALIVE_S apart each: together they take longer than READ_S."""
 ASKING: dict[str, Any] = {"messages": USER, "max_tokens": 6}
 

@@ -1,4 +1,4 @@
-"""Tries whether slots of a llama-server can be filled with kvblend's files, and give the answers of its own rows."""
+"""Tries a llama-server: kvblend must be able to fill its slots, and they must then give the answers of its own rows."""
 
 from __future__ import annotations
 

@@ -162,8 +162,7 @@ class Encoding(NamedTuple):
     @property
     def rows(self) -> int:
         """Rows that it takes while it is computed: of the chunk, and of what stands in front of it."""
-        encoder = self.library.encoder(self.variant.kind)
-        return len(encoder.prefix_tokens) + len(self.variant.chunk)
+        return self.library.start(self.variant) + len(self.variant.chunk)
 
     def report(self, error: Exception | None) -> None:
         """It is stored, or has failed."""
